@@ -1,0 +1,78 @@
+"""The one family of errors a caller can see, and their place in OpenAI's error envelope.
+
+TuneyardError           400 invalid_request_error
+|- InvalidRequest       400
+|- Unauthenticated      401
+|- NotFound             404
+|- Conflict             409, never retried by the SDK
+`- Unavailable          503, with Retry-After
+"""
+
+from typing import ClassVar
+
+
+class TuneyardError(Exception):
+    """An expected failure: `message` says what to do, `param` names the field by its dotted path, `code` is stable."""
+
+    status: ClassVar[int] = 400
+    type: ClassVar[str] = "invalid_request_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers the response carries beside the envelope."""
+        return {}
+
+    def envelope(self) -> dict[str, dict[str, str | None]]:
+        """The body of the response: all four keys are always there."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+class InvalidRequest(TuneyardError):
+    """The request cannot be carried out as it stands."""
+
+
+class Unauthenticated(TuneyardError):
+    """No API key, or one that is not ours."""
+
+    status = 401
+    type = "authentication_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(TuneyardError):
+    """No such object for this project."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class Conflict(TuneyardError):
+    """The object's state does not allow this; the same call again would not either."""
+
+    status = 409
+    type = "conflict_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        # The SDK repeats a 409 twice unless told not to.
+        return {"x-should-retry": "false"}
+
+
+class Unavailable(TuneyardError):
+    """The service cannot answer now; the same call later will."""
+
+    status = 503
+    type = "server_error"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": "2"}

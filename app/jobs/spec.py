@@ -1,0 +1,235 @@
+"""The frozen training spec: everything a run depends on, checked once when the job is created.
+
+A request gives any part of it as `spec`; the job object shows it with every default filled in, and the trainer reads that
+resolved form from its directory. Names are Hugging Face's where Hugging Face has one. Imports nothing of ours, so the
+trainer can use it without the service.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LORA_LEARNING_RATE = 2e-4
+FULL_LEARNING_RATE = 2e-5
+
+ChatMessage = dict[str, Any]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the spec: unknown fields are errors, values never change after the check."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """Which base weights, and how they are loaded."""
+
+    name_or_path: str = Field(
+        default="", max_length=512, description="Hub id or path of the base model. Taken from the job's `model`; leave it out."
+    )
+    revision: str | None = Field(
+        default=None, max_length=128, description="Branch, tag or commit of a Hub model. Default: the Hub's main branch."
+    )
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16",
+        description="Type of the base weights in memory. bfloat16 halves the memory of float32; LoRA weights stay float32.",
+    )
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        default="auto", description="Attention implementation. `auto` takes the fastest the model supports on the hardware."
+    )
+
+
+class AdapterSection(Section):
+    """What is trained: a low-rank adapter (Hu et al. 2021, arXiv:2106.09685) or all weights."""
+
+    type: Literal["lora", "full"] = Field(
+        default="lora", description="`lora` trains a small adapter in a fraction of the memory; `full` trains every weight."
+    )
+    r: int = Field(default=16, ge=1, le=1024, description="Rank of the adapter.")
+    alpha: int = Field(default=32, ge=1, le=4096, description="Scale: the adapter's output is multiplied by alpha / r.")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="Dropout on the adapter's input. Must be 0 when `target_parameters` are set."
+    )
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="Linear modules to adapt: `all-linear` (every one but the head) or a list of module name endings.",
+    )
+    target_parameters: list[str] = Field(
+        default=[],
+        max_length=64,
+        description="Parameters to adapt that are no modules, such as MoE experts: `mlp.experts.gate_up_proj`.",
+    )
+    rank_pattern: dict[str, Positive] = Field(
+        default={}, description="A rank of its own for some modules or parameters: name ending -> rank."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.target_parameters and self.dropout > 0:
+            raise ValueError("dropout must be 0 when target_parameters are adapted: set adapter.dropout to 0")
+        if not self.target_modules and not self.target_parameters:
+            raise ValueError("nothing to adapt: set adapter.target_modules or adapter.target_parameters")
+        return self
+
+
+class DataSection(Section):
+    """How rows become tokens."""
+
+    max_length: int = Field(default=2048, ge=8, le=1_048_576, description="Longest row in tokens.")
+    on_long_rows: Literal["refuse", "skip", "truncate"] = Field(
+        default="truncate",
+        description="A row over max_length: refuse the data set, skip the row (counted), or cut its end (counted). "
+        "A row whose cut leaves nothing to learn is always refused or skipped.",
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Several rows in one sequence, without attention between them. `auto`: where that is exact for the model.",
+    )
+    loss_on: Literal["assistant", "all"] = Field(
+        default="assistant",
+        description="Which tokens carry loss: the assistant's (thinking and end token included), or all of them.",
+    )
+    thinking: Literal["auto", "inline", "drop"] = Field(
+        default="auto",
+        description="The `thinking` of assistant messages. `auto`: the template's own field where it has one, else `inline`: "
+        "`<think>...</think>` before the answer. `drop`: left out (counted).",
+    )
+    chat_template: str | None = Field(
+        default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
+    )
+
+
+class TrainingSection(Section):
+    """The optimization."""
+
+    learning_rate: float = Field(
+        default=LORA_LEARNING_RATE,
+        gt=0.0,
+        le=1.0,
+        description="Peak learning rate. Default 2e-4 for LoRA, 2e-5 for full weights: the usual starting points.",
+    )
+    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"] = Field(
+        default="cosine", description="How the learning rate falls after the warm-up."
+    )
+    min_lr_rate: float | None = Field(
+        default=None,
+        ge=0.0,
+        le=1.0,
+        description="With `cosine_with_min_lr`: the lowest learning rate as a share of the peak (default 0.1).",
+    )
+    warmup_ratio: float = Field(default=0.03, ge=0.0, le=1.0, description="Share of the steps in which the learning rate rises.")
+    weight_decay: float = Field(default=0.0, ge=0.0, le=1.0, description="AdamW weight decay.")
+    per_device_train_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and forward pass.")
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=1024, description="Forward passes per optimizer step.")
+    num_train_epochs: float = Field(default=3.0, gt=0.0, le=1000.0, description="Passes over the data, unless max_steps is set.")
+    max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Optimizer steps; overrides num_train_epochs.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, le=1000.0, description="Gradient norm above which gradients are scaled down.")
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, about 1.35 x the time."
+    )
+    router_aux_loss_coef: float = Field(
+        default=0.0, ge=0.0, le=10.0, description="Weight of a MoE router's balancing loss. 0: only the language-model loss."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_lr_rate is not None and self.lr_scheduler_type != "cosine_with_min_lr":
+            raise ValueError("min_lr_rate only applies to cosine_with_min_lr: set training.lr_scheduler_type to that")
+        return self
+
+
+class ParallelismSection(Section):
+    """How the run is spread over processes."""
+
+    strategy: Literal["ddp", "fsdp2"] = Field(
+        default="ddp", description="`ddp`: a whole model per rank. `fsdp2`: parameters sharded over the ranks (fully_shard)."
+    )
+    nnodes: int = Field(default=1, ge=1, le=512, description="Nodes.")
+    nproc_per_node: int = Field(default=1, ge=1, le=64, description="Ranks per node; on GPU nodes one GPU each.")
+
+
+class EvaluationSection(Section):
+    """What is measured beside the training loss."""
+
+    eval_steps: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000_000,
+        description="Steps between evaluations on the validation file. Default: once per epoch.",
+    )
+    per_device_eval_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and evaluation pass.")
+    prompts: list[list[ChatMessage]] = Field(
+        default=[], max_length=32, description="Chats to answer after training, by the base and by the tuned model."
+    )
+    max_new_tokens: int = Field(default=128, ge=1, le=4096, description="Longest answer to a prompt, in tokens.")
+
+
+class CheckpointsSection(Section):
+    """Resumable state during the run."""
+
+    save_steps: int | None = Field(
+        default=None, ge=1, le=10_000_000, description="Steps between checkpoints. Default: once per epoch."
+    )
+    keep: int = Field(default=2, ge=1, le=1000, description="Newest checkpoints kept; older ones are deleted.")
+
+
+class ExportSection(Section):
+    """What is handed over at the end."""
+
+    merged: bool = Field(default=False, description="LoRA: also export the base with the adapter merged in.")
+    max_shard_size_gb: float = Field(default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB.")
+
+
+class ResourcesSection(Section):
+    """What the job needs of the nodes, and when it must give it back."""
+
+    accelerator: Literal["gpu", "cpu"] = Field(
+        default="gpu", description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node."
+    )
+    time_limit_s: int = Field(
+        default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."
+    )
+    priority: int = Field(default=0, ge=-100, le=100, description="Higher is placed first.")
+
+
+class TrainingSpec(Section):
+    """Everything a run depends on. In a request every field is optional; in a job every field is filled in."""
+
+    method: Literal["supervised"] = Field(default="supervised", description="Training method. Taken from the job's `method`.")
+    seed: int = Field(default=42, ge=0, le=2_147_483_647, description="Seed of data order, dropout and adapter weights.")
+    model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    parallelism: ParallelismSection = ParallelismSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoints: CheckpointsSection = CheckpointsSection()
+    export: ExportSection = ExportSection()
+    resources: ResourcesSection = ResourcesSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_learning_rate(cls, value: Any) -> Any:
+        """Full weights start from a lower learning rate than an adapter."""
+        if not isinstance(value, dict):
+            return value
+        adapter, training = value.get("adapter"), value.get("training") or {}
+        if isinstance(adapter, dict) and adapter.get("type") == "full" and isinstance(training, dict):
+            return value | {"training": {"learning_rate": FULL_LEARNING_RATE} | training}
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """Ranks over all nodes."""
+        return self.parallelism.nnodes * self.parallelism.nproc_per_node
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows per optimizer step, over all ranks."""
+        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps * self.world_size
+
+    @property
+    def slots_per_node(self) -> int:
+        """What the job takes of each node: one GPU per rank, or one CPU slot."""
+        return self.parallelism.nproc_per_node if self.resources.accelerator == "gpu" else 1

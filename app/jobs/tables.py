@@ -1,0 +1,112 @@
+"""Jobs and their append-only story."""
+
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Index, String, Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.db import Base, now
+
+
+class Job(Base):
+    """What a user asked for, and where it stands. `attempt` is the fencing token of every write by a worker."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        Index("ix_jobs_project_created", "project_id", "created_at", "id"),
+        Index("ix_jobs_status", "status", "priority", "created_at"),
+    )
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    status: Mapped[str] = mapped_column(String(24))
+    model: Mapped[str] = mapped_column(String(512))
+    training_file: Mapped[str] = mapped_column(String(1024))
+    validation_file: Mapped[str | None] = mapped_column(String(1024))
+    suffix: Mapped[str | None] = mapped_column(String(64))
+    seed: Mapped[int]
+    method: Mapped[dict[str, Any]]
+    """OpenAI's `method` object with resolved hyperparameters."""
+    spec: Mapped[dict[str, Any]]
+    """The resolved TrainingSpec."""
+    job_metadata: Mapped[dict[str, Any] | None] = mapped_column("metadata")
+    integrations: Mapped[list[Any]]
+    priority: Mapped[int]
+    accelerator: Mapped[str] = mapped_column(String(8))
+
+    attempt: Mapped[int] = mapped_column(default=0)
+    lease_expires_at: Mapped[float | None]
+    cancel_requested_at: Mapped[float | None]
+    run_seconds: Mapped[float] = mapped_column(default=0.0)
+    last_seq: Mapped[int] = mapped_column(default=0)
+    """`seq` of the newest event."""
+
+    step: Mapped[int | None]
+    total_steps: Mapped[int | None]
+    tokens_per_second: Mapped[float | None]
+    trained_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    estimated_finish: Mapped[float | None]
+    fine_tuned_model: Mapped[str | None] = mapped_column(String(512))
+    result_files: Mapped[list[Any]]
+    answers: Mapped[list[Any]]
+    """The replies of base and tuned model to `evaluation.prompts`."""
+    error: Mapped[dict[str, Any] | None]
+
+    created_at: Mapped[float] = mapped_column(default=now())
+    started_at: Mapped[float | None]
+    finished_at: Mapped[float | None]
+
+
+class Event(Base):
+    """One line of a job's story; `seq` counts from 1 without gaps and is the id of the live stream."""
+
+    __tablename__ = "events"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    seq: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    level: Mapped[str] = mapped_column(String(8))
+    type: Mapped[str] = mapped_column(String(16))
+    message: Mapped[str] = mapped_column(Text)
+    data: Mapped[dict[str, Any] | None]
+    created_at: Mapped[float] = mapped_column(default=now())
+
+
+class Metrics(Base):
+    """The figures of one step; a later attempt that passes the step again replaces them."""
+
+    __tablename__ = "metrics"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    attempt: Mapped[int]
+    values: Mapped[dict[str, Any]]
+    created_at: Mapped[float] = mapped_column(default=now())
+
+
+class Checkpoint(Base):
+    """A complete, stored checkpoint."""
+
+    __tablename__ = "checkpoints"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    attempt: Mapped[int]
+    metrics: Mapped[dict[str, Any]]
+    storage_key: Mapped[str] = mapped_column(String(1024))
+    model_id: Mapped[str] = mapped_column(String(512))
+    created_at: Mapped[float] = mapped_column(default=now())
+
+
+class Artifact(Base):
+    """One stored file of a job's result."""
+
+    __tablename__ = "artifacts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(512), primary_key=True)
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    storage_key: Mapped[str] = mapped_column(String(1024))
+    created_at: Mapped[float] = mapped_column(default=now())

@@ -1,0 +1,48 @@
+"""Nodes and what is placed on them."""
+
+from typing import Any
+
+from sqlalchemy import CheckConstraint, ForeignKey, Index, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from app.db import Base, now
+
+
+class Node(Base):
+    """A machine that runs jobs. `slots` are its GPUs, or its CPU slots where it has none."""
+
+    __tablename__ = "nodes"
+    __table_args__ = (CheckConstraint("free_slots >= 0 AND free_slots <= slots", name="free_slots_in_range"),)
+
+    id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    """The node's name; its queue is `node.<id>`."""
+    address: Mapped[str] = mapped_column(String(256))
+    accelerator: Mapped[str] = mapped_column(String(8))
+    slots: Mapped[int]
+    free_slots: Mapped[int]
+    gpus: Mapped[list[Any]]
+    """Per GPU: {"uuid", "name", "memory_bytes"}."""
+    facts: Mapped[dict[str, Any]]
+    """CPU count, RAM, disk, driver and library versions."""
+    heartbeat_at: Mapped[float]
+    created_at: Mapped[float] = mapped_column(default=now())
+
+
+class Placement(Base):
+    """One node's part in one attempt of a job."""
+
+    __tablename__ = "placements"
+    __table_args__ = (Index("ix_placements_node_state", "node_id", "state"),)
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True)
+    node_rank: Mapped[int] = mapped_column(primary_key=True)
+    node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"))
+    slots: Mapped[int]
+    gpu_uuids: Mapped[list[Any]]
+    state: Mapped[str] = mapped_column(String(16))
+    """placed (nobody has taken it yet) -> claimed (a supervisor runs it) -> released (the slots are free again)."""
+    supervisor_pid: Mapped[int | None]
+    placed_at: Mapped[float] = mapped_column(default=now())
+    claimed_at: Mapped[float | None]
+    released_at: Mapped[float | None]
