@@ -35,6 +35,8 @@ class Job(Base):
     accelerator: Mapped[str] = mapped_column(String(8))
 
     attempt: Mapped[int] = mapped_column(default=0)
+    num_starts: Mapped[int] = mapped_column(default=0)
+    """Attempts that count against `max_attempts`: those a supervisor took up and the service did not stop itself."""
     lease_expires_at: Mapped[float | None]
     cancel_requested_at: Mapped[float | None]
     run_seconds: Mapped[float] = mapped_column(default=0.0)
