@@ -53,8 +53,8 @@ def _publish(session: Session) -> None:
         with celery.connection_for_write(transport_options=_PUBLISH_OPTIONS) as connection:
             for task, args, queue in messages:
                 celery.send_task(task, args=args, queue=queue, connection=connection, retry=False)
-    except Exception:  # any broker failure: the row is committed, the tick will find it
-        log.warning("broker unreachable; the next tick sends %d wake-up(s)", len(messages), exc_info=True)
+    except Exception as error:  # any broker failure: the row is committed, the tick will find it
+        log.warning("the broker took no message; the tick finds the work of %d wake-up(s): %s", len(messages), error)
 
 
 @event.listens_for(Session, "after_rollback")

@@ -74,9 +74,15 @@ def lock_waiting(session: Session, job_id: str) -> Job | None:
     return job if job is not None and nodes.holding(session, job_id) == 0 else None
 
 
+def explain_wait(session: Session, job: Job, reason: str) -> None:
+    """Let a waiting job say why it waits."""
+    if job.wait_reason != reason:
+        job.wait_reason = reason
+
+
 def begin(session: Session, job_id: str) -> int:
     """The number of a new attempt; whatever an older one still writes is refused from now on."""
-    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1).returning(Job.attempt)
+    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, wait_reason=None).returning(Job.attempt)
     return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
 
 

@@ -1,5 +1,6 @@
 """Jobs as users see them: create, cancel, look up. Here the API's words become a TrainingSpec."""
 
+import secrets
 from typing import Any
 
 from sqlalchemy import or_, select
@@ -26,6 +27,8 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
 
     Raises InvalidRequest naming the `param` to change.
     """
+    if body.integrations:
+        raise InvalidRequest("No integration is offered yet: leave `integrations` out.", param="integrations")
     sources.check_data_source(session, project_id, body.training_file, "training_file")
     if body.validation_file is not None:
         sources.check_data_source(session, project_id, body.validation_file, "validation_file")
@@ -94,8 +97,8 @@ def job_using_file(session: Session, file_id: str) -> str | None:
 
 def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     """The request as a complete spec: `spec` as given, OpenAI's fields laid over it, automatic values chosen."""
-    requested = body.spec.model_dump(exclude_unset=True)
-    given = body.hyperparameters_given()
+    requested = body.spec.given
+    given = body.supervised.model_dump(exclude_none=True)
     training = dict(requested.get("training", {}))
     base_rate = FULL_LEARNING_RATE if body.spec.adapter.type == "full" else LORA_LEARNING_RATE
     if (epochs := given.get("n_epochs")) is not None:
@@ -111,7 +114,7 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
         training |= _split_batch(int(batch_size), body.spec.world_size, training.get("per_device_train_batch_size"))
     model = dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)}
     resources = dict(requested.get("resources", {})) | {"accelerator": _resolve_resources(session, body.spec)}
-    seed = body.seed if body.seed is not None else body.spec.seed
+    seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
     resolved = requested | {"training": training, "model": model, "resources": resources, "seed": seed}
     return TrainingSpec.model_validate(resolved)
 

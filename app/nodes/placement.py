@@ -7,7 +7,7 @@ is looked at again by the next tick.
 import logging
 from collections.abc import Sequence
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from app import db, queue
@@ -44,6 +44,7 @@ def _place_next() -> bool:
             if chosen:
                 _place(session, job, spec, chosen)
                 return True
+            attempts.explain_wait(session, job, _why_not(session, spec))
     return False
 
 
@@ -62,6 +63,18 @@ def _fitting_nodes(session: Session, spec: TrainingSpec) -> Sequence[Node]:
     )
     chosen = session.scalars(fitting).all()
     return chosen if len(chosen) == spec.parallelism.nnodes else []
+
+
+def _why_not(session: Session, spec: TrainingSpec) -> str:
+    """Why the job cannot start now, in words for its owner."""
+    kind = "GPU" if spec.resources.accelerator == "gpu" else "CPU slot"
+    ready = select(func.max(Node.free_slots)).where(
+        Node.accelerator == spec.resources.accelerator, Node.heartbeat_at > now() - get_settings().node_timeout_s
+    )
+    most_free = session.scalar(ready)
+    if most_free is None:
+        return f"No node with a {kind} reports: start one with `tuneyard node`, or see GET /v1/nodes."
+    return f"Needs {spec.slots_per_node} free {kind}(s) on one node; the node with the most has {most_free}."
 
 
 def _place(session: Session, job: Job, spec: TrainingSpec, chosen: Sequence[Node]) -> None:
