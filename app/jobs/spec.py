@@ -98,6 +98,12 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
     )
+    template_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "
+        "Default: the day the run starts.",
+    )
 
 
 class TrainingSection(Section):
