@@ -86,6 +86,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     heartbeat.limit_to(spec.resources.time_limit_s)
     run = prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
     reporter = Reporter(workspace, run, job, spec.checkpoints.keep)
+    heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids)
         _follow(process, run, workspace, heartbeat, reporter)
