@@ -36,7 +36,7 @@ class Base(DeclarativeBase):
     type_annotation_map = {dict[str, Any]: Json, list[Any]: Json, float: Double}  # noqa: RUF012
 
 
-class now(FunctionElement[float]):  # noqa: N801 - reads as SQL
+class now(FunctionElement[float]):
     """The database's clock in unix seconds, at the moment the statement runs."""
 
     type = Double()

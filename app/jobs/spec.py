@@ -98,6 +98,12 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
     )
+    template_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "
+        "Default: the day the run starts.",
+    )
 
 
 class TrainingSection(Section):
@@ -118,13 +124,19 @@ class TrainingSection(Section):
         le=1.0,
         description="With `cosine_with_min_lr`: the lowest learning rate as a share of the peak (default 0.1).",
     )
-    warmup_ratio: float = Field(default=0.03, ge=0.0, le=1.0, description="Share of the steps in which the learning rate rises.")
+    warmup_ratio: float = Field(
+        default=0.03, ge=0.0, le=1.0, description="Share of the steps in which the learning rate rises."
+    )
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0, description="AdamW weight decay.")
     per_device_train_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and forward pass.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=1024, description="Forward passes per optimizer step.")
-    num_train_epochs: float = Field(default=3.0, gt=0.0, le=1000.0, description="Passes over the data, unless max_steps is set.")
+    num_train_epochs: float = Field(
+        default=3.0, gt=0.0, le=1000.0, description="Passes over the data, unless max_steps is set."
+    )
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Optimizer steps; overrides num_train_epochs.")
-    max_grad_norm: float = Field(default=1.0, gt=0.0, le=1000.0, description="Gradient norm above which gradients are scaled down.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0.0, le=1000.0, description="Gradient norm above which gradients are scaled down."
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, about 1.35 x the time."
     )
@@ -178,14 +190,18 @@ class ExportSection(Section):
     """What is handed over at the end."""
 
     merged: bool = Field(default=False, description="LoRA: also export the base with the adapter merged in.")
-    max_shard_size_gb: float = Field(default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB.")
+    max_shard_size_gb: float = Field(
+        default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB."
+    )
 
 
 class ResourcesSection(Section):
     """What the job needs of the nodes, and when it must give it back."""
 
-    accelerator: Literal["gpu", "cpu"] = Field(
-        default="gpu", description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node."
+    accelerator: Literal["auto", "gpu", "cpu"] = Field(
+        default="auto",
+        description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node. "
+        "`auto`: `gpu` where any registered node has GPUs, else `cpu`; a job shows which.",
     )
     time_limit_s: int = Field(
         default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."
