@@ -14,27 +14,51 @@ class Settings(BaseSettings):
 
     data_dir: Path = Field(default=Path(".tuneyard"), description="Where the embedded service keeps everything it writes.")
     database_url: str = Field(default="", description="SQLAlchemy URL. Default: SQLite in the data directory.")
-    broker_url: str = Field(default="", description="Redis or Valkey URL. Default: the embedded server's socket in the data directory.")
-    storage_url: str = Field(default="", description="Where files and artifacts lie: a folder or an fsspec URL. Default: in the data directory.")
-    workspace_dir: Path | None = Field(default=None, description="Working folders of running jobs, per node. Default: in the data directory.")
+    broker_url: str = Field(
+        default="", description="Redis or Valkey URL. Default: the embedded server's socket in the data directory."
+    )
+    storage_url: str = Field(
+        default="", description="Where files and artifacts lie: a folder or an fsspec URL. Default: in the data directory."
+    )
+    workspace_dir: Path | None = Field(
+        default=None, description="Working folders of running jobs, per node. Default: in the data directory."
+    )
 
-    admin_api_key: SecretStr | None = Field(default=None, description="API key to create at the first start. Default: one is made and printed.")
+    admin_api_key: SecretStr | None = Field(
+        default=None, description="API key to create at the first start. Default: one is made and printed."
+    )
     organization_id: str = Field(default="org-tuneyard", description="The `organization_id` of every job.")
-    model_owner: str = Field(default="tuneyard", max_length=32, description="The organization part of the names of fine-tuned models.")
-    model_roots: list[Path] = Field(default=[], description="Folders below which a job may name a base model by path. Default: `models` in the data directory.")
-    data_roots: list[Path] = Field(default=[], description="Folders below which a job may name a `file://` data set. Default: none.")
-    base_models: list[str] = Field(default=["openai/gpt-oss-20b", "openai/gpt-oss-120b"], description="Base models that GET /v1/models lists; others can be tuned too.")
+    model_owner: str = Field(
+        default="tuneyard", max_length=32, description="The organization part of the names of fine-tuned models."
+    )
+    model_roots: list[Path] = Field(
+        default=[],
+        description="Folders below which a job may name a base model by path. Default: `models` in the data directory.",
+    )
+    data_roots: list[Path] = Field(
+        default=[], description="Folders below which a job may name a `file://` data set. Default: none."
+    )
+    base_models: list[str] = Field(
+        default=["openai/gpt-oss-20b", "openai/gpt-oss-120b"],
+        description="Base models that GET /v1/models lists; others can be tuned too.",
+    )
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1, description="Largest file an upload may have.")
 
     node_name: str | None = Field(default=None, description="This machine's name among the nodes. Default: its host name.")
     node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")
     node_cpu_slots: int = Field(default=1, ge=1, le=1024, description="Jobs that may run at once on a node without GPUs.")
 
-    heartbeat_s: float = Field(default=2.0, gt=0, description="How often nodes and supervisors report, and so how fast a cancel arrives.")
+    heartbeat_s: float = Field(
+        default=2.0, gt=0, description="How often nodes and supervisors report, and so how fast a cancel arrives."
+    )
     node_timeout_s: float = Field(default=30.0, gt=0, description="A node silent for longer gets no new jobs.")
-    lease_s: float = Field(default=120.0, gt=0, description="A job whose supervisor is silent for longer is started again elsewhere.")
+    lease_s: float = Field(
+        default=120.0, gt=0, description="A job whose supervisor is silent for longer is started again elsewhere."
+    )
     max_attempts: int = Field(default=3, ge=1, le=100, description="How often a job is tried when workers are lost.")
-    stop_grace_s: float = Field(default=60.0, gt=0, description="How long a trainer may take to save and stop before it is killed.")
+    stop_grace_s: float = Field(
+        default=60.0, gt=0, description="How long a trainer may take to save and stop before it is killed."
+    )
 
     @property
     def resolved_database_url(self) -> str:

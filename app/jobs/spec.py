@@ -118,13 +118,19 @@ class TrainingSection(Section):
         le=1.0,
         description="With `cosine_with_min_lr`: the lowest learning rate as a share of the peak (default 0.1).",
     )
-    warmup_ratio: float = Field(default=0.03, ge=0.0, le=1.0, description="Share of the steps in which the learning rate rises.")
+    warmup_ratio: float = Field(
+        default=0.03, ge=0.0, le=1.0, description="Share of the steps in which the learning rate rises."
+    )
     weight_decay: float = Field(default=0.0, ge=0.0, le=1.0, description="AdamW weight decay.")
     per_device_train_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and forward pass.")
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=1024, description="Forward passes per optimizer step.")
-    num_train_epochs: float = Field(default=3.0, gt=0.0, le=1000.0, description="Passes over the data, unless max_steps is set.")
+    num_train_epochs: float = Field(
+        default=3.0, gt=0.0, le=1000.0, description="Passes over the data, unless max_steps is set."
+    )
     max_steps: int | None = Field(default=None, ge=1, le=10_000_000, description="Optimizer steps; overrides num_train_epochs.")
-    max_grad_norm: float = Field(default=1.0, gt=0.0, le=1000.0, description="Gradient norm above which gradients are scaled down.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0.0, le=1000.0, description="Gradient norm above which gradients are scaled down."
+    )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, about 1.35 x the time."
     )
@@ -178,7 +184,9 @@ class ExportSection(Section):
     """What is handed over at the end."""
 
     merged: bool = Field(default=False, description="LoRA: also export the base with the adapter merged in.")
-    max_shard_size_gb: float = Field(default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB.")
+    max_shard_size_gb: float = Field(
+        default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB."
+    )
 
 
 class ResourcesSection(Section):

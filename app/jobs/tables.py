@@ -34,6 +34,8 @@ class Job(Base):
     priority: Mapped[int]
     accelerator: Mapped[str] = mapped_column(String(8))
 
+    wait_reason: Mapped[str | None] = mapped_column(String(512))
+    """While queued: why it is not running yet, in words for its owner."""
     attempt: Mapped[int] = mapped_column(default=0)
     lease_expires_at: Mapped[float | None]
     cancel_requested_at: Mapped[float | None]
