@@ -1,5 +1,7 @@
 """Settings, read from TUNEYARD_* environment variables. docs/operating.md lists each one."""
 
+import hashlib
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -66,8 +68,11 @@ class Settings(BaseSettings):
 
     @property
     def broker_socket(self) -> Path:
-        """The embedded Valkey server's Unix socket."""
-        return self.data_dir.resolve() / "run" / "valkey.sock"
+        """The embedded Valkey server's Unix socket, in the data directory unless the kernel's limit of 107 bytes forbids it."""
+        path = self.data_dir.resolve() / "run" / "valkey.sock"
+        if len(str(path).encode()) <= 100:
+            return path
+        return Path(tempfile.gettempdir()) / f"tuneyard-{hashlib.sha256(str(path).encode()).hexdigest()[:24]}.sock"
 
     @property
     def resolved_broker_url(self) -> str:

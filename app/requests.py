@@ -7,7 +7,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.schemas import new_id
+from app.ids import new_id
 
 log = structlog.get_logger()
 

@@ -1,6 +1,5 @@
 """What every feature's wire shares: ids, OpenAI's list envelope, and pages by cursor."""
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
@@ -43,11 +42,6 @@ class Deleted(BaseModel):
     id: str
     object: str
     deleted: bool = True
-
-
-def new_id(prefix: str) -> str:
-    """A new object id; 96 random bits, so ids of others cannot be guessed."""
-    return prefix + secrets.token_hex(12)
 
 
 def fetch_page(

@@ -2,7 +2,7 @@
 
     <root>/<job>/<attempt>/
         spec.json            the resolved TrainingSpec                         written by the supervisor
-        run.json             Run: ids the trainer needs for names              written by the supervisor
+        run.json             Run: whose directory it is, and where to go on    written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
@@ -106,6 +106,8 @@ class Run:
 
     job_id: str
     attempt: int
+    resume_from: str | None = None
+    """A complete checkpoint below the workspace to go on from; None starts at step 0, whatever lies there."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Files: bytes in storage under a key of ours, never under the name a client gave."""
 
 import hashlib
+import io
 import re
 from collections.abc import Sequence
 from typing import IO, Any
@@ -15,8 +16,9 @@ from app.config import get_settings
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from app.files import dataset
 from app.files.tables import File
+from app.ids import new_id
 from app.jobs import queries as jobs
-from app.schemas import Order, fetch_page, new_id
+from app.schemas import Order, fetch_page
 
 MAX_NAME_CHARACTERS = 255
 BLOCK_BYTES = 1 << 20
@@ -83,6 +85,27 @@ def delete_file(project_id: str, file_id: str) -> None:
             raise Conflict(f"The job `{job_id}` still uses this file: cancel it or wait for its end.", code="file_in_use")
         session.execute(delete_rows(File).where(File.id == file_id))
     storage.delete(file.storage_key)
+
+
+def store_result_file(session: Session, project_id: str, filename: str, content: bytes) -> str:
+    """Store a file that a job made for its owner; its id. Where the transaction fails, only unlisted bytes stay behind."""
+    file_id = new_id("file-")
+    key = f"files/{file_id}"
+    size, sha256 = _store(io.BytesIO(content), key)
+    session.add(
+        File(
+            id=file_id,
+            project_id=project_id,
+            filename=filename,
+            purpose="fine-tune-results",
+            bytes=size,
+            sha256=sha256,
+            status="processed",
+            storage_key=key,
+        )
+    )
+    session.flush()
+    return file_id
 
 
 def checked_name(filename: str) -> str:

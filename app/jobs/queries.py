@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Row, Select, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.errors import NotFound
-from app.jobs.schemas import TERMINAL
+from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics
 from app.schemas import fetch_page
 
@@ -74,6 +74,16 @@ def list_checkpoints(connection: Connection, job_id: str, *, after: str | None, 
     """One page of a job's checkpoints, newest first."""
     statement = select(*Checkpoint.__table__.columns).where(Checkpoint.job_id == job_id)
     return fetch_page(connection, statement, (Checkpoint.step, Checkpoint.id), after=after, limit=limit)
+
+
+def checkpoint_models(project_id: str, name: str | None = None) -> Select[Any]:
+    """The models that a project's checkpoints are, newest first; or the one of this name."""
+    named: list[Any] = [Checkpoint.model_id.label("id"), Job.model.label("base_model")]
+    own: list[Any] = [Checkpoint.job_id, Checkpoint.step, Checkpoint.created_at]
+    statement = select(*named, *own).join(Job, Job.id == Checkpoint.job_id).where(Job.project_id == project_id)
+    if name is not None:
+        statement = statement.where(Checkpoint.model_id == name)
+    return statement.order_by(Checkpoint.created_at.desc(), Checkpoint.model_id.desc())
 
 
 def list_artifacts(connection: Connection, job_id: str) -> Sequence[Row[Any]]:

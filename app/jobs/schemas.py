@@ -10,10 +10,10 @@ from sqlalchemy import Row
 
 from app.config import get_settings
 from app.jobs.spec import TrainingSpec
+from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.schemas import RequestModel
 
-TERMINAL = ("succeeded", "failed", "cancelled")
 MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 CHECKPOINT_METRICS = {
     "loss": "train_loss",

@@ -1,17 +1,179 @@
-"""Placeholder: creation and cancelling come from another branch."""
+"""Jobs as users see them: create, cancel, look up. Here the API's words become a TrainingSpec."""
 
+import secrets
+from typing import Any
+
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from app.errors import InvalidRequest
+from app import queue
+from app.db import now
+from app.errors import Conflict, InvalidRequest, NotFound
+from app.ids import new_id
+from app.jobs import events, sources
+from app.jobs.events import NewEvent
 from app.jobs.schemas import JobCreate
+from app.jobs.spec import FULL_LEARNING_RATE, LORA_LEARNING_RATE, TrainingSpec
+from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
+from app.nodes import service as nodes
+
+# The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
+LARGEST_AUTO_MICRO_BATCH = 8
 
 
 def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
-    """A new queued job."""
-    raise InvalidRequest("not built yet")
+    """Check everything that can be checked now, write the job and its first event, and wake the scheduler.
+
+    Raises InvalidRequest naming the `param` to change.
+    """
+    if body.integrations:
+        raise InvalidRequest("No integration is offered yet: leave `integrations` out.", param="integrations")
+    sources.check_data_source(session, project_id, body.training_file, "training_file")
+    if body.validation_file is not None:
+        sources.check_data_source(session, project_id, body.validation_file, "validation_file")
+    spec = resolve_spec(session, body)
+    job = Job(
+        id=new_id("ftjob-"),
+        project_id=project_id,
+        status=Status.QUEUED,
+        model=body.model,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=spec.seed,
+        method={"type": spec.method, spec.method: {"hyperparameters": hyperparameters(spec)}},
+        spec=spec.model_dump(mode="json"),
+        job_metadata=body.metadata,
+        integrations=[],
+        priority=spec.resources.priority,
+        accelerator=spec.resources.accelerator,
+        result_files=[],
+        answers=[],
+    )
+    session.add(job)
+    session.flush()
+    events.append(session, job.id, [NewEvent(f"Created fine-tuning job: {job.id}")])
+    queue.send_after_commit(session, "place")
+    session.refresh(job)
+    return job
 
 
-def cancel_job(project_id: str, job_id: str) -> None:
-    """Ask a job to stop."""
-    raise InvalidRequest("not built yet")
+def request_cancel(session: Session, project_id: str, job_id: str) -> Status:
+    """End a waiting job at once; ask a running one to save and stop. Again on a cancelled job: nothing changes.
+
+    Raises NotFound, and Conflict for a job that ended otherwise.
+    """
+    job = get_job(session, project_id, job_id)
+    if job.status == Status.CANCELLED:
+        return Status.CANCELLED
+    if job.status in TERMINAL:
+        raise Conflict(
+            f"Job {job_id} has already {job.status}: only a queued or running job can be cancelled.", code="job_ended"
+        )
+    if job.status == Status.QUEUED:
+        told = NewEvent("Fine-tuning job cancelled")
+        switch_status(session, job_id, Status.CANCELLED, told, Job.status == Status.QUEUED, finished_at=now())
+        nodes.release(session, job_id, job.attempt)
+        return Status.CANCELLED
+    if job.cancel_requested_at is None:
+        events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
+    return Status(job.status)
+
+
+def get_job(session: Session, project_id: str, job_id: str) -> Job:
+    """The job of this project, locked for the transaction; NotFound also for another project's."""
+    job = session.scalar(select(Job).where(Job.id == job_id, Job.project_id == project_id).with_for_update())
+    if job is None:
+        raise NotFound(f"No such fine-tuning job: {job_id}", code="job_not_found", param="fine_tuning_job_id")
+    return job
+
+
+def job_using_file(session: Session, file_id: str) -> str | None:
+    """A job that still needs this file, if there is one."""
+    needed = or_(Job.training_file == file_id, Job.validation_file == file_id)
+    return session.scalar(select(Job.id).where(needed, Job.status.not_in(TERMINAL)).limit(1))
+
+
+def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
+    """The request as a complete spec: `spec` as given, OpenAI's fields laid over it, automatic values chosen."""
+    requested = body.spec.given
+    given = body.supervised.model_dump(exclude_none=True)
+    training = dict(requested.get("training", {}))
+    base_rate = FULL_LEARNING_RATE if body.spec.adapter.type == "full" else LORA_LEARNING_RATE
+    if (epochs := given.get("n_epochs")) is not None:
+        _refuse_both(training, "num_train_epochs", "n_epochs")
+        _refuse_both(training, "max_steps", "n_epochs")
+        training["num_train_epochs"] = float(epochs)
+    if (multiplier := given.get("learning_rate_multiplier")) is not None:
+        if training.get("learning_rate", base_rate) != base_rate:
+            _refuse_both(training, "learning_rate", "learning_rate_multiplier")
+        training["learning_rate"] = base_rate * multiplier
+    if (batch_size := given.get("batch_size")) is not None:
+        _refuse_both(training, "gradient_accumulation_steps", "batch_size")
+        training |= _split_batch(int(batch_size), body.spec.world_size, training.get("per_device_train_batch_size"))
+    model = dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)}
+    resources = dict(requested.get("resources", {})) | {"accelerator": _resolve_resources(session, body.spec)}
+    seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
+    resolved = requested | {"training": training, "model": model, "resources": resources, "seed": seed}
+    return TrainingSpec.model_validate(resolved)
+
+
+def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
+    """OpenAI's three numbers, as they stand after resolution."""
+    base_rate = FULL_LEARNING_RATE if spec.adapter.type == "full" else LORA_LEARNING_RATE
+    epochs = spec.training.num_train_epochs
+    return {
+        "n_epochs": int(epochs) if epochs == int(epochs) else epochs,
+        "batch_size": spec.global_batch_size,
+        "learning_rate_multiplier": round(spec.training.learning_rate / base_rate, 10),
+    }
+
+
+def _resolve_resources(session: Session, spec: TrainingSpec) -> str:
+    """The accelerator the job will run on; refused where no registered node could ever hold one node's part of it."""
+    largest = nodes.largest_slots(session)
+    wanted = spec.resources.accelerator
+    accelerator = ("gpu" if "gpu" in largest or not largest else "cpu") if wanted == "auto" else wanted
+    if spec.parallelism.nnodes > 1:
+        raise InvalidRequest(
+            "Jobs over several nodes are not offered yet: set spec.parallelism.nnodes to 1.",
+            code="resources_unsatisfiable",
+            param="spec.parallelism.nnodes",
+        )
+    if largest and accelerator not in largest:
+        raise InvalidRequest(
+            f"No registered node offers '{accelerator}': set spec.resources.accelerator to '{next(iter(largest))}'.",
+            code="resources_unsatisfiable",
+            param="spec.resources.accelerator",
+        )
+    if accelerator == "gpu" and largest and spec.parallelism.nproc_per_node > largest["gpu"]:
+        raise InvalidRequest(
+            f"The largest node has {largest['gpu']} GPU(s): set spec.parallelism.nproc_per_node to that or less.",
+            code="resources_unsatisfiable",
+            param="spec.parallelism.nproc_per_node",
+        )
+    return accelerator
+
+
+def _split_batch(batch_size: int, world_size: int, micro_batch: int | None) -> dict[str, int]:
+    """Rows per step -> rows per forward pass and passes per step, the same on every rank."""
+    per_rank, rest = divmod(batch_size, world_size)
+    if rest or per_rank == 0 or (micro_batch is not None and per_rank % micro_batch):
+        unit = world_size * (micro_batch or 1)
+        raise InvalidRequest(
+            f"batch_size {batch_size} does not divide over the ranks: set it to a multiple of {unit}.",
+            code="invalid_hyperparameters",
+            param="method.supervised.hyperparameters.batch_size",
+        )
+    chosen = micro_batch or next(n for n in range(LARGEST_AUTO_MICRO_BATCH, 0, -1) if per_rank % n == 0)
+    return {"per_device_train_batch_size": chosen, "gradient_accumulation_steps": per_rank // chosen}
+
+
+def _refuse_both(training: dict[str, Any], ours: str, openais: str) -> None:
+    if ours in training:
+        raise InvalidRequest(
+            f"hyperparameters.{openais} and spec.training.{ours} say the same thing: set one of them.",
+            code="invalid_hyperparameters",
+            param=f"spec.training.{ours}",
+        )

@@ -98,6 +98,12 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
     )
+    template_date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "
+        "Default: the day the run starts.",
+    )
 
 
 class TrainingSection(Section):
@@ -192,8 +198,10 @@ class ExportSection(Section):
 class ResourcesSection(Section):
     """What the job needs of the nodes, and when it must give it back."""
 
-    accelerator: Literal["gpu", "cpu"] = Field(
-        default="gpu", description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node."
+    accelerator: Literal["auto", "gpu", "cpu"] = Field(
+        default="auto",
+        description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node. "
+        "`auto`: `gpu` where any registered node has GPUs, else `cpu`; a job shows which.",
     )
     time_limit_s: int = Field(
         default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."

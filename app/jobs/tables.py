@@ -37,6 +37,8 @@ class Job(Base):
     wait_reason: Mapped[str | None] = mapped_column(String(512))
     """While queued: why it is not running yet, in words for its owner."""
     attempt: Mapped[int] = mapped_column(default=0)
+    num_starts: Mapped[int] = mapped_column(default=0)
+    """Attempts that count against `max_attempts`: those a supervisor took up and the service did not stop itself."""
     lease_expires_at: Mapped[float | None]
     cancel_requested_at: Mapped[float | None]
     run_seconds: Mapped[float] = mapped_column(default=0.0)

@@ -6,8 +6,8 @@ import secrets
 from sqlalchemy import Connection, func, select
 from sqlalchemy.orm import Session
 
+from app.ids import new_id
 from app.keys.tables import ApiKey, Project
-from app.schemas import new_id
 
 DEFAULT_PROJECT_ID = "proj_default"
 

@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/models", tags=["Models"], route_class=KeyedRoute)
 @router.get("", summary="List models")
 def list_models(project_id: ProjectId, connection: Read) -> ListOut[ModelOut]:
     """All on one page, as clients expect: base models first, then this project's fine-tuned models and checkpoints."""
-    tuned = [ModelOut.of(row) for row in service.list_fine_tuned(connection, project_id)]
+    tuned = [ModelOut.of(row) for row in service.list_tuned(connection, project_id)]
     models = [ModelOut.base(name) for name in get_settings().base_models] + tuned
     return ListOut[ModelOut].of(models, [model.id for model in models])
 
@@ -24,7 +24,7 @@ def list_models(project_id: ProjectId, connection: Read) -> ListOut[ModelOut]:
 def retrieve_model(model: str, project_id: ProjectId, connection: Read) -> ModelOut:
     if service.is_base_model(model):
         return ModelOut.base(model)
-    return ModelOut.of(service.get_fine_tuned(connection, project_id, model))
+    return ModelOut.of(service.get_tuned(connection, project_id, model))
 
 
 @router.delete("/{model:path}", summary="Delete a fine-tuned model")

@@ -6,7 +6,6 @@ from pydantic import BaseModel
 from sqlalchemy import Row
 
 from app.config import get_settings
-from app.models.tables import FineTunedModel
 
 BASE_OWNER = "base"
 
@@ -23,7 +22,7 @@ class ModelOut(BaseModel):
     step_number: int | None = None
 
     @classmethod
-    def of(cls, model: FineTunedModel | Row[Any]) -> Self:
+    def of(cls, model: Row[Any]) -> Self:
         return cls(
             id=model.id,
             created=int(model.created_at),

@@ -3,9 +3,7 @@
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel
-from sqlalchemy import Row
-
-from app.nodes.tables import Node
+from sqlalchemy import RowMapping
 
 
 class NodeOut(BaseModel):
@@ -13,6 +11,7 @@ class NodeOut(BaseModel):
 
     id: str
     object: Literal["node"] = "node"
+    status: Literal["ready", "lost"]
     address: str
     accelerator: str
     slots: int
@@ -23,15 +22,16 @@ class NodeOut(BaseModel):
     created_at: int
 
     @classmethod
-    def of(cls, node: Node | Row[Any]) -> Self:
+    def of(cls, node: RowMapping) -> Self:
         return cls(
-            id=node.id,
-            address=node.address,
-            accelerator=node.accelerator,
-            slots=node.slots,
-            free_slots=node.free_slots,
-            gpus=node.gpus,
-            facts=node.facts,
-            heartbeat_at=int(node.heartbeat_at),
-            created_at=int(node.created_at),
+            id=node["id"],
+            status="ready" if node["is_fresh"] else "lost",
+            address=node["address"],
+            accelerator=node["accelerator"],
+            slots=node["slots"],
+            free_slots=node["free_slots"],
+            gpus=node["gpus"],
+            facts=node["facts"],
+            heartbeat_at=int(node["heartbeat_at"]),
+            created_at=int(node["created_at"]),
         )

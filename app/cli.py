@@ -1,0 +1,92 @@
+"""The `tuneyard` command."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app import up as embedded
+from app.config import get_settings
+from app.queue import CONTROL, node_queue
+
+cli = typer.Typer(help="Self-hosted fine-tuning behind OpenAI's API.", no_args_is_help=True, add_completion=False)
+
+_CELERY = ["celery", "-A", "worker.tasks", "worker", "--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+
+
+@cli.command()
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where everything is kept. Default: TUNEYARD_DATA_DIR or .tuneyard.")
+    ] = None,
+) -> None:
+    """Serve everything on this machine, in the foreground."""
+    try:
+        embedded.run(host, port, data_dir or get_settings().data_dir, typer.echo)
+    except embedded.CannotStart as error:
+        typer.echo(f"tuneyard: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@cli.command()
+def migrate() -> None:
+    """Bring the database to this version's tables, and make the admin key of TUNEYARD_ADMIN_API_KEY."""
+    from app import db
+    from app import migrate as migrations
+    from app.keys import service as keys
+
+    migrations.upgrade()
+    given = get_settings().admin_api_key
+    with db.write() as session:
+        key = keys.ensure_admin_key(session, given.get_secret_value() if given else None)
+    if key is not None and given is None:
+        typer.echo(f"Admin API key (printed this once): {key}")
+
+
+@cli.command()
+def control() -> None:
+    """Run a control worker: placement, and the tick that finds what was lost. Any number may run."""
+    folder = get_settings().data_dir.resolve() / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    _exec(
+        [
+            *_CELERY,
+            "-n",
+            "control@%h",
+            "-Q",
+            CONTROL,
+            "--pool",
+            "threads",
+            "--concurrency",
+            "2",
+            "-B",
+            "-s",
+            str(folder / "beat"),
+        ]
+    )
+
+
+@cli.command()
+def node() -> None:
+    """Run this machine's node worker. One per machine; restarting it does not touch running jobs."""
+    import socket
+
+    name = get_settings().node_name or socket.gethostname()
+    _exec([*_CELERY, "-n", f"node@{name}", "-Q", node_queue(name), "--pool", "threads", "--concurrency", "4"])
+
+
+def main() -> None:
+    """The entry point."""
+    cli()
+
+
+def _exec(command: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", *command])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""What workers write about an attempt of a job. Every write is fenced: only the attempt that holds the job changes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, delete, func, insert, select, update
+from sqlalchemy.orm import Session
+
+from app.config import get_settings
+from app.db import now
+from app.ids import new_id
+from app.jobs import events
+from app.jobs.events import NewEvent
+from app.jobs.status import Status, switch_status
+from app.jobs.tables import Artifact, Checkpoint, Job, Metrics
+from app.models import service as models
+from app.nodes import service as nodes
+
+STARTED = "The job is running"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The answer to a renewal: what the user has asked for meanwhile, and how long the job has run, all attempts together."""
+
+    cancel_requested: bool
+    run_seconds: float
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The figures of one step, as they go to the row, the event and the chart."""
+
+    step: int
+    total_steps: int
+    values: dict[str, float | None]
+    trained_tokens: int
+    tokens_per_second: float | None
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of the result, as it lies in storage."""
+
+    name: str
+    bytes: int
+    sha256: str
+    storage_key: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run hands over."""
+
+    model_id: str
+    trained_tokens: int
+    artifacts: list[StoredFile]
+    result_file: str | None
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def waiting(session: Session) -> Sequence[str]:
+    """Jobs that wait for a placement, in the order they are served."""
+    ordered = select(Job.id).where(Job.status == Status.QUEUED).order_by(Job.priority.desc(), Job.created_at, Job.id)
+    return session.scalars(ordered).all()
+
+
+def lock_waiting(session: Session, job_id: str) -> Job | None:
+    """The job, locked, if it still waits and holds no placement."""
+    free = select(Job).where(Job.id == job_id, Job.status == Status.QUEUED).with_for_update(skip_locked=True)
+    job = session.scalar(free)
+    return job if job is not None and nodes.holding(session, job_id) == 0 else None
+
+
+def explain_wait(session: Session, job: Job, reason: str) -> None:
+    """Let a waiting job say why it waits."""
+    if job.wait_reason != reason:
+        job.wait_reason = reason
+
+
+def begin(session: Session, job_id: str) -> int:
+    """The number of a new attempt; whatever an older one still writes is refused from now on."""
+    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, wait_reason=None).returning(Job.attempt)
+    return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
+
+
+def start(session: Session, job_id: str, attempt: int) -> bool:
+    """The attempt has a supervisor: the job runs, under a lease."""
+    guards = (Job.status == Status.QUEUED, Job.attempt == attempt)
+    told = NewEvent(STARTED, data={"attempt": attempt})
+    times = {
+        "started_at": func.coalesce(Job.started_at, now()),
+        "lease_expires_at": _lease_end(),
+        "num_starts": Job.num_starts + 1,
+    }
+    return switch_status(session, job_id, Status.RUNNING, told, *guards, **times)
+
+
+def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Lease | None:
+    """Keep the job for another lease and add the seconds run since the last renewal; None when the attempt has lost it."""
+    renewed = (
+        update(Job)
+        .where(*_held(job_id, attempt))
+        .values(lease_expires_at=_lease_end(), run_seconds=Job.run_seconds + ran_s)
+        .returning(Job.cancel_requested_at, Job.run_seconds)
+        .execution_options(synchronize_session=False)
+    )
+    row = session.execute(renewed).one_or_none()
+    return None if row is None else Lease(cancel_requested=row[0] is not None, run_seconds=row[1])
+
+
+def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) -> bool:
+    """Append events of a running attempt."""
+    return events.append(session, job_id, told, *_held(job_id, attempt))
+
+
+def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[StepRecord]) -> bool:
+    """Append metrics events and rows, and move the job's progress to the last of them."""
+    last = records[-1]
+    progress = {
+        "step": last.step,
+        "total_steps": last.total_steps,
+        "trained_tokens": last.trained_tokens,
+        "tokens_per_second": last.tokens_per_second,
+        "estimated_finish": None if last.seconds_left is None else now() + last.seconds_left,
+    }
+    told = [NewEvent(_step_message(record), type="metrics", data=_step_data(record)) for record in records]
+    if not events.append(session, job_id, told, *_held(job_id, attempt), **progress):
+        return False
+    merged: dict[int, dict[str, float | None]] = {}
+    for record in records:
+        merged.setdefault(record.step, {}).update(record.values)
+    old = session.execute(
+        select(Metrics.step, Metrics.attempt, Metrics.values).where(Metrics.job_id == job_id, Metrics.step.in_(merged))
+    )
+    for step, written_by, values in old.all():
+        # An evaluation adds to its step's figures; a later attempt that passes the step again replaces them.
+        merged[step] = (values if written_by == attempt else {}) | merged[step]
+    session.execute(delete(Metrics).where(Metrics.job_id == job_id, Metrics.step.in_(merged)))
+    session.execute(
+        insert(Metrics),
+        [{"job_id": job_id, "step": step, "attempt": attempt, "values": values} for step, values in merged.items()],
+    )
+    return True
+
+
+def record_checkpoint(
+    session: Session, job_id: str, attempt: int, step: int, metrics: dict[str, Any], storage_key: str, model_id: str
+) -> bool:
+    """List a stored checkpoint."""
+    told = NewEvent(f"Checkpoint created at step {step}", data={"step": step})
+    if not tell(session, job_id, attempt, [told]):
+        return False
+    session.execute(delete(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.step == step))
+    session.add(
+        Checkpoint(
+            id=new_id("ftckpt_"),
+            job_id=job_id,
+            step=step,
+            attempt=attempt,
+            metrics=metrics,
+            storage_key=storage_key,
+            model_id=model_id,
+        )
+    )
+    return True
+
+
+def forget_checkpoints(session: Session, job_id: str, keep: int) -> list[str]:
+    """Drop all but the newest `keep` checkpoints; the storage keys that are now to be deleted."""
+    ordered = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())
+    dropped = session.scalars(ordered.offset(keep)).all()
+    for checkpoint in dropped:
+        session.delete(checkpoint)
+    return [checkpoint.storage_key for checkpoint in dropped]
+
+
+def last_checkpoint(session: Session, job_id: str) -> Checkpoint | None:
+    """The newest stored checkpoint, from which another attempt goes on."""
+    return session.scalar(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc()).limit(1))
+
+
+def get_running(session: Session, job_id: str, attempt: int) -> Job | None:
+    """The job, if the attempt holds it."""
+    return session.scalar(select(Job).where(*_held(job_id, attempt)))
+
+
+def metrics_of(session: Session, job_id: str) -> list[tuple[int, dict[str, Any]]]:
+    """All figures of a job, by step."""
+    rows = session.execute(select(Metrics.step, Metrics.values).where(Metrics.job_id == job_id).order_by(Metrics.step))
+    return [(step, values) for step, values in rows]
+
+
+def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bool:
+    """End the job well: its artifacts, its model and the terminal event, all or nothing."""
+    made = NewEvent(f"New fine-tuned model created: {outcome.model_id}", data={"fine_tuned_model": outcome.model_id})
+    if not tell(session, job_id, attempt, [made]):
+        return False
+    job = session.scalars(select(Job).where(Job.id == job_id)).one()
+    models.register(session, outcome.model_id, job.project_id, job_id, job.model)
+    for artifact in outcome.artifacts:
+        session.add(Artifact(job_id=job_id, **vars(artifact)))
+    done = NewEvent("The job has successfully completed")
+    return _end(
+        session,
+        job_id,
+        attempt,
+        Status.SUCCEEDED,
+        done,
+        fine_tuned_model=outcome.model_id,
+        trained_tokens=outcome.trained_tokens,
+        result_files=[outcome.result_file] if outcome.result_file else [],
+        answers=outcome.answers,
+        estimated_finish=None,
+    )
+
+
+def fail(session: Session, job_id: str, attempt: int, code: str, message: str, param: str | None = None) -> bool:
+    """End the job with the cause."""
+    error = {"code": code, "message": message, "param": param}
+    told = NewEvent(f"The job failed: {message}", level="error", data={"error": error})
+    return _end(session, job_id, attempt, Status.FAILED, told, error=error, estimated_finish=None)
+
+
+def cancel(session: Session, job_id: str, attempt: int) -> bool:
+    """End a job whose user asked for it; its processes are gone."""
+    return _end(session, job_id, attempt, Status.CANCELLED, NewEvent("Fine-tuning job cancelled"), estimated_finish=None)
+
+
+def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True) -> bool:
+    """An attempt is gone without an end: another one follows from the last checkpoint, at most `max_attempts` in all.
+
+    `counts` is False where the service itself stopped the attempt, such as at a shutdown of its node.
+    """
+    job = session.scalar(select(Job).where(*_held(job_id, attempt)).with_for_update())
+    if job is None:
+        return False
+    if job.cancel_requested_at is not None:
+        return cancel(session, job_id, attempt)
+    limit = get_settings().max_attempts
+    if counts and job.num_starts >= limit:
+        return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
+    told = NewEvent(f"{why}: the job is queued again", level="warn", data={"attempt": attempt})
+    starts = Job.num_starts if counts else Job.num_starts - 1
+    nodes.release(session, job_id, attempt)
+    return switch_status(
+        session,
+        job_id,
+        Status.QUEUED,
+        told,
+        *_held(job_id, attempt),
+        lease_expires_at=None,
+        estimated_finish=None,
+        num_starts=starts,
+    )
+
+
+def expired(session: Session) -> Sequence[tuple[str, int]]:
+    """Running jobs whose lease has ended: (job id, attempt)."""
+    late = select(Job.id, Job.attempt).where(Job.status == Status.RUNNING, Job.lease_expires_at < now())
+    return [(job_id, attempt) for job_id, attempt in session.execute(late)]
+
+
+def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
+    ended = switch_status(
+        session, job_id, to, told, *_held(job_id, attempt), finished_at=now(), lease_expires_at=None, **values
+    )
+    if ended:
+        nodes.release(session, job_id, attempt)
+    return ended
+
+
+def _held(job_id: str, attempt: int) -> tuple[ColumnElement[bool], ...]:
+    """The fence: true only while this attempt holds the job."""
+    return (Job.id == job_id, Job.attempt == attempt, Job.status == Status.RUNNING)
+
+
+def _lease_end() -> ColumnElement[float]:
+    return now() + get_settings().lease_s
+
+
+def _step_message(record: StepRecord) -> str:
+    shown = {"loss": "training loss", "eval_loss": "validation loss"}
+    figures = [f"{shown[name]}={value:.4f}" for name, value in record.values.items() if name in shown and value is not None]
+    return f"Step {record.step}/{record.total_steps}: {', '.join(figures) or 'no loss'}"
+
+
+def _step_data(record: StepRecord) -> dict[str, Any]:
+    openais = {
+        "train_loss": record.values.get("loss"),
+        "train_mean_token_accuracy": record.values.get("mean_token_accuracy"),
+        "valid_loss": record.values.get("eval_loss"),
+        "valid_mean_token_accuracy": record.values.get("eval_mean_token_accuracy"),
+    }
+    known = {name: value for name, value in openais.items() if value is not None}
+    return {"step": record.step, "total_steps": record.total_steps} | known | {"tokens_per_second": record.tokens_per_second}

@@ -1,0 +1,100 @@
+"""Where a job's weights and rows come from: file ids, Hub names, paths below roots an operator allowed."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from sqlalchemy.orm import Session
+
+from app.config import get_settings
+from app.errors import InvalidRequest, NotFound
+from app.files import service as files
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_DATASET = re.compile(r"hf://datasets/[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(\?[\w=&.,-]*)?")
+
+
+def resolve_base_model(model: str) -> str:
+    """The Hub id as it is, or the real path of a folder below an allowed root.
+
+    Raises InvalidRequest with code model_not_found or remote_code_not_allowed.
+    """
+    if model.startswith("ft:"):
+        raise _model_not_found("A job starts from base weights; a fine-tuned model cannot be tuned further yet. Name its base.")
+    if not model.startswith(("/", ".", "~", "file:")):
+        if HUB_ID.fullmatch(model) and ".." not in model:
+            return model
+        raise _model_not_found(f"'{model}' is neither a Hub id (OWNER/NAME) nor an absolute path below an allowed root.")
+    path = _below(Path(model.removeprefix("file://")), get_settings().resolved_model_roots)
+    if path is None or not (path / "config.json").is_file():
+        raise _model_not_found("No model folder (with a config.json) of that name lies below a root in TUNEYARD_MODEL_ROOTS.")
+    _refuse_remote_code(path)
+    return str(path)
+
+
+def check_data_source(session: Session, project_id: str, source: str, param: str) -> None:
+    """Raises InvalidRequest unless `source` is a usable file of this project, a Hub data set, or an allowed path."""
+    if source.startswith("file-"):
+        _check_file(session, project_id, source, param)
+    elif source.startswith("file://"):
+        resolve_data_path(source, param)
+    elif not HUB_DATASET.fullmatch(source):
+        raise InvalidRequest(
+            f"'{source}' is no data source: give a file id, hf://datasets/OWNER/NAME?split=train, or file:///PATH.",
+            code="invalid_training_file",
+            param=param,
+        )
+
+
+def resolve_data_path(source: str, param: str) -> Path:
+    """The file behind a `file://` URI below a root in TUNEYARD_DATA_ROOTS; InvalidRequest otherwise."""
+    parts = urlsplit(source)
+    path = _below(Path(unquote(parts.path)), get_settings().data_roots) if parts.netloc in ("", "localhost") else None
+    if path is None or not path.is_file():
+        raise InvalidRequest(
+            "No file of that name lies below a root in TUNEYARD_DATA_ROOTS: upload it with POST /v1/files instead.",
+            code="invalid_training_file",
+            param=param,
+        )
+    return path
+
+
+def _check_file(session: Session, project_id: str, file_id: str, param: str) -> None:
+    try:
+        file = files.get_file(session, project_id, file_id)
+    except NotFound as error:
+        raise InvalidRequest(f"No such file: {file_id}. Upload it first.", code="invalid_training_file", param=param) from error
+    if file.purpose != "fine-tune":
+        reason = f"has purpose '{file.purpose}': upload it with purpose 'fine-tune'"
+    elif file.status == "error":
+        reason = f"is not valid: {file.status_details}"
+    else:
+        return
+    raise InvalidRequest(f"File {file_id} {reason}.", code="invalid_training_file", param=param)
+
+
+def _below(path: Path, roots: list[Path]) -> Path | None:
+    """The real path, links followed, where it lies inside one of the roots."""
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return real if any(real.is_relative_to(root.resolve()) for root in roots) else None
+
+
+def _refuse_remote_code(folder: Path) -> None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _model_not_found("The model folder's config.json cannot be read.") from error
+    if "auto_map" in config:
+        raise InvalidRequest(
+            "This model asks for its own Python code, which is never run: use a checkpoint of an architecture in transformers.",
+            code="remote_code_not_allowed",
+            param="model",
+        )
+
+
+def _model_not_found(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="model_not_found", param="model")

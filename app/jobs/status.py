@@ -1,0 +1,34 @@
+"""The states of a job, and the one function that changes them."""
+
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import ColumnElement
+from sqlalchemy.orm import Session
+
+from app.jobs import events
+from app.jobs.events import NewEvent
+
+
+class Status(StrEnum):
+    """OpenAI's states of a fine-tuning job."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
+
+
+def switch_status(
+    session: Session, job_id: str, to: Status, event: NewEvent, *guards: ColumnElement[bool], **values: Any
+) -> bool:
+    """Change the status where `guards` hold, and tell it in the same transaction; False where they do not.
+
+    The caller's guards must exclude terminal states: those never change.
+    """
+    told = NewEvent(event.message, event.level, event.type, (event.data or {}) | {"status": to.value})
+    return events.append(session, job_id, [told], *guards, status=to.value, **values)

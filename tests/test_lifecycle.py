@@ -1,0 +1,312 @@
+"""A job from upload to model, as its users see it: the whole service, the official SDK, real trainers."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import ConflictError
+
+from tests import tiny
+from tests.service import Service, processes_of, running, wait_until
+
+pytestmark = pytest.mark.slow
+
+# 16 rows in batches of 4: 4 steps an epoch, nothing left over.
+ROWS = 16
+SPEC: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "adapter": {"r": 4, "alpha": 8},
+    "data": {"max_length": 256, "packing": "off"},
+    "training": {"learning_rate": 0.02, "per_device_train_batch_size": 4, "num_train_epochs": 2},
+}
+ENDLESS = SPEC | {"training": {"per_device_train_batch_size": 4, "max_steps": 100_000}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tiny base models."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny.build_llama(folder / "tiny-llama")
+    tiny.build_gpt_oss(folder / "tiny-gpt-oss", mxfp4=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set in Multilingual-Thinking's shape."""
+    return tiny.write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", tiny.chat_rows(ROWS))
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
+    """The embedded service, and the same code on PostgreSQL and a Valkey of its own."""
+    environment = {"TUNEYARD_MODEL_ROOTS": json.dumps([str(models)]), "TUNEYARD_NODE_CPU_SLOTS": "2"}
+    if request.param == "postgresql":
+        environment |= request.getfixturevalue("external_servers")
+    with running(tmp_path_factory.mktemp("service") / "data", **environment) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def training_file(service: Service, rows: Path) -> str:
+    return service.upload(rows)
+
+
+def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, models: Path, rows: Path) -> None:
+    client = service.client
+    file = client.files.create(file=rows, purpose="fine-tune")
+    client.files.wait_for_processing(file.id)
+    job = service.create_job(models / "tiny-llama", file.id, SPEC, suffix="first", metadata={"team": "blue"})
+    assert job.status == "queued"
+
+    job = service.wait_for_end(job.id)
+    assert job.status == "succeeded", job.error
+    assert job.fine_tuned_model is not None
+    assert job.fine_tuned_model.startswith("ft:tiny-llama:tuneyard:first:")
+    assert job.finished_at is not None
+    assert job.finished_at >= job.created_at
+
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=3))
+    messages = [event.message for event in reversed(events)]
+    assert messages[0] == f"Created fine-tuning job: {job.id}"
+    assert f"New fine-tuned model created: {job.fine_tuned_model}" in messages
+    assert len([event for event in events if event.type == "metrics" and "train_loss" in (event.data or {})]) == 8
+
+    table = list(csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).text)))
+    assert [int(row["step"]) for row in table] == list(range(1, 9))
+    assert all(float(row["train_loss"]) > 0 for row in table)
+
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [checkpoint.step_number for checkpoint in checkpoints] == [8, 4]
+    assert checkpoints[0].fine_tuned_model_checkpoint == f"{job.fine_tuned_model}:ckpt-step-8"
+    assert job.fine_tuned_model in [model.id for model in client.models.list()]
+    assert client.models.retrieve(job.fine_tuned_model).id == job.fine_tuned_model
+
+
+def test_the_loss_falls_and_every_trained_token_is_counted(service: Service, models: Path, training_file: str) -> None:
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
+    assert job.status == "succeeded", job.error
+    losses = _losses(service, job.id)
+    assert losses[-1] < losses[0]
+    assert job.trained_tokens == 2 * _assistant_tokens(models / "tiny-llama")
+
+
+def test_a_true_mxfp4_gpt_oss_trains_on_two_ranks(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {
+        "adapter": {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "training": SPEC["training"] | {"per_device_train_batch_size": 2},
+        "parallelism": {"nproc_per_node": 2},
+    }
+    job = service.wait_for_end(service.create_job(models / "tiny-gpt-oss", training_file, spec).id)
+    assert job.status == "succeeded", job.error
+    losses = _losses(service, job.id)
+    assert losses[-1] < losses[0]
+
+
+def test_all_weights_train_too(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {"adapter": {"type": "full"}, "training": SPEC["training"] | {"learning_rate": 0.001}}
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
+    assert job.status == "succeeded", job.error
+
+
+def test_the_same_workspace_by_hand_gives_the_same_losses(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {
+        "training": SPEC["training"] | {"per_device_train_batch_size": 2},
+        "parallelism": {"nproc_per_node": 2},
+    }
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
+    assert job.status == "succeeded", job.error
+    workspace = service.data_dir / "workspace" / job.id / "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "worker.trainer.train"]
+    subprocess.run([*command, str(workspace)], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    assert [line["values"]["loss"] for line in lines if "loss" in line["values"]] == _losses(service, job.id)
+
+
+def test_a_downloaded_adapter_works_in_plain_peft(
+    service: Service, models: Path, training_file: str, tmp_path: Path
+) -> None:
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
+    _download(service, job.id, "adapter/", tmp_path)
+    script = f"""
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+base = AutoModelForCausalLM.from_pretrained({str(models / "tiny-llama")!r}, dtype=torch.float32)
+ids = torch.arange(16).unsqueeze(0)
+before = base(ids).logits
+after = PeftModel.from_pretrained(base, {str(tmp_path / "adapter")!r})(ids).logits
+print((before - after).abs().max().item())
+"""
+    shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert float(shown.stdout.strip().splitlines()[-1]) > 0.1
+
+
+def test_prompts_are_answered_by_base_and_tuned_model(service: Service, models: Path, training_file: str) -> None:
+    prompts = [[{"role": "user", "content": "What is the capital of Australia?"}]]
+    spec = SPEC | {"evaluation": {"prompts": prompts, "max_new_tokens": 8}}
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
+    answers = (job.model_extra or {})["answers"]
+    assert [answer["messages"] for answer in answers] == prompts
+    assert answers[0]["base"] != answers[0]["tuned"]
+
+
+def test_a_validation_file_gives_an_evaluation_loss(service: Service, models: Path, training_file: str) -> None:
+    created = service.create_job(models / "tiny-llama", training_file, SPEC, validation_file=training_file)
+    job = service.wait_for_end(created.id)
+    assert job.status == "succeeded", job.error
+    events = service.client.fine_tuning.jobs.list_events(job.id, limit=100).data
+    assert [event for event in events if "valid_loss" in (event.data if isinstance(event.data, dict) else {})]
+
+
+def test_cancelling_a_running_job_leaves_no_process(service: Service, models: Path, training_file: str) -> None:
+    job = service.create_job(models / "tiny-llama", training_file, ENDLESS | {"parallelism": {"nproc_per_node": 2}})
+    service.wait_for_step(job.id, 3)
+    service.client.fine_tuning.jobs.cancel(job.id)
+    job = service.wait_for_end(job.id)
+    assert job.status == "cancelled"
+    wait_until(lambda: not processes_of(job.id), "the job's processes are gone", 10)
+    assert service.client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+
+
+def test_cancelling_a_job_that_ended_is_a_conflict_said_once(service: Service, models: Path, training_file: str) -> None:
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
+    with pytest.raises(ConflictError) as caught:
+        service.client.fine_tuning.jobs.cancel(job.id)
+    assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+def test_a_job_over_its_time_limit_fails_with_that_cause(service: Service, models: Path, training_file: str) -> None:
+    created = service.create_job(models / "tiny-llama", training_file, ENDLESS | {"resources": {"time_limit_s": 1}})
+    job = service.wait_for_end(created.id)
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.code == "time_limit_exceeded"
+    assert not processes_of(job.id)
+
+
+def test_a_target_that_matches_nothing_fails_the_job_by_name(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {"adapter": {"target_modules": ["q_proj", "no_such_proj"]}}
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.code == "adapter_target_unmatched"
+    assert "no_such_proj" in job.error.message
+
+
+def test_killing_api_and_workers_changes_nothing_for_a_running_job(
+    service: Service, models: Path, training_file: str
+) -> None:
+    spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}}
+    job = service.create_job(models / "tiny-llama", training_file, spec)
+    service.wait_for_step(job.id, 3)
+    for words in (("uvicorn",), ("celery", "node@"), ("celery", "control@")):
+        service.child(*words).kill()
+    wait_until(lambda: _answers(service), "the API is back", 30)
+    job = service.wait_for_end(job.id)
+    assert job.status == "succeeded", job.error
+    assert (job.model_extra or {})["attempt"] == 1
+    assert len(_losses(service, job.id)) == 200
+
+
+def test_a_killed_supervisor_is_noticed_and_the_job_goes_on_from_its_checkpoint(
+    service: Service, models: Path, training_file: str
+) -> None:
+    spec = SPEC | {
+        "training": SPEC["training"] | {"num_train_epochs": 50},
+        "checkpoints": {"save_steps": 10},
+    }
+    job = service.create_job(models / "tiny-llama", training_file, spec)
+    service.wait_for_step(job.id, 25)
+    next(process for process in processes_of(job.id) if "worker.supervisor" in process.cmdline()).kill()
+    job = service.wait_for_end(job.id)
+    assert job.status == "succeeded", job.error
+    assert (job.model_extra or {})["attempt"] == 2
+    assert len(_losses(service, job.id)) == 200
+    events = service.client.fine_tuning.jobs.list_events(job.id, limit=100).data
+    assert [event for event in events if event.message.startswith("Going on from checkpoint-")] or len(events) == 100
+
+
+def test_a_killed_rank_starts_another_attempt(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}, "checkpoints": {"save_steps": 20}}
+    job = service.create_job(models / "tiny-llama", training_file, spec)
+    service.wait_for_step(job.id, 5)
+    rank = next(process for process in processes_of(job.id) if "RANK" in process.environ())
+    rank.kill()
+    job = service.wait_for_end(job.id)
+    assert job.status == "succeeded", job.error
+    assert (job.model_extra or {})["attempt"] == 2
+
+
+def test_a_stopped_service_finds_its_jobs_again(models: Path, rows: Path, tmp_path: Path) -> None:
+    roots = json.dumps([str(models)])
+    with running(tmp_path / "data", TUNEYARD_MODEL_ROOTS=roots) as service:
+        file_id = service.upload(rows)
+        spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 100}}
+        job = service.create_job(models / "tiny-llama", file_id, spec)
+        service.wait_for_step(job.id, 5)
+        assert service.stop(signal.SIGINT) == 0
+        assert not processes_of(job.id)
+        service.start()
+        job = service.wait_for_end(job.id)
+        assert job.status == "succeeded", job.error
+        assert len(_losses(service, job.id)) == 400
+
+
+def _losses(service: Service, job_id: str) -> list[float]:
+    """The training loss of every step, from the metrics route."""
+    response = service.client.get(f"/fine_tuning/jobs/{job_id}/metrics?max_points=1000", cast_to=object)
+    assert isinstance(response, dict)
+    losses = response["columns"]["loss"]
+    assert all(loss is not None for loss in losses)
+    return losses
+
+
+def _assistant_tokens(model: Path) -> int:
+    """What the tokenizer counts: every assistant turn's thinking, answer and end token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    turns = (row["messages"][-1] for row in tiny.chat_rows(ROWS))
+    texts = (f"<think>\n{turn['thinking']}\n</think>\n\n{turn['content']}<|im_end|>" for turn in turns)
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def _download(service: Service, job_id: str, prefix: str, folder: Path) -> None:
+    listed = service.client.get(f"/fine_tuning/jobs/{job_id}/artifacts", cast_to=object)
+    assert isinstance(listed, dict)
+    for artifact in listed["data"]:
+        if artifact["name"].startswith(prefix):
+            path = folder / artifact["name"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            url = f"/fine_tuning/jobs/{job_id}/artifacts/{artifact['name']}/content"
+            with service.client.with_streaming_response.get(url, cast_to=bytes) as response, path.open("wb") as file:
+                shutil.copyfileobj(_Reader(response.iter_bytes()), file)
+
+
+class _Reader:
+    """A file over chunks of bytes."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+
+    def read(self, _size: int = -1) -> bytes:
+        return next(self._chunks, b"")
+
+
+def _answers(service: Service) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"http://127.0.0.1:{service.port}/healthz").status_code == 200
+    except httpx.HTTPError:
+        return False

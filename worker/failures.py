@@ -1,0 +1,38 @@
+"""What went wrong in a trainer, from the files it and torch elastic leave behind."""
+
+import json
+
+from worker.heartbeat import Stopped
+from worker.workspace import Failure, Workspace, read_json
+
+
+class JobFailed(Exception):
+    """The job cannot succeed as it stands: a stable code, and what to change."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+def failure_of(workspace: Workspace, what: str) -> Exception:
+    """The cause the trainer named, else the first failing rank's exception, else Stopped("crashed"): a process was killed."""
+    if workspace.failure.exists():
+        failure = Failure(**read_json(workspace.failure))
+        return JobFailed(failure.code, failure.message, failure.param)
+    cause = _first_rank_error(workspace)
+    if cause is None:
+        return Stopped("crashed")
+    return JobFailed("internal_error", f"{what}: {cause}. The log has the traceback.")
+
+
+def _first_rank_error(workspace: Workspace) -> str | None:
+    """The last line of the exception that torch elastic recorded for the rank that failed first."""
+    try:
+        record = json.loads(workspace.error.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    message = record.get("message", record)
+    text = message.get("message", "") if isinstance(message, dict) else str(message)
+    return str(text).strip().splitlines()[-1] if str(text).strip() else None

@@ -1,0 +1,100 @@
+"""Torch elastic for one node rank: start it, follow it, and leave no process behind.
+
+Ranks get sessions of their own from torch elastic, so a process group is not enough to find them: every process of an
+attempt carries MARK in its environment, and what carries it is what gets killed.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from app.jobs.spec import TrainingSpec
+from app.process import die_with_parent
+from worker.workspace import Run, Workspace
+
+MARK = "TUNEYARD_ATTEMPT"
+
+
+def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
+    """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks."""
+    port = _free_port()
+    command = [
+        *("-m", "torch.distributed.run"),
+        *("--nnodes", str(spec.parallelism.nnodes), "--nproc-per-node", str(spec.parallelism.nproc_per_node)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=1"),
+        *("--rdzv-id", f"{run.job_id}.{run.attempt}", "--local-addr", "127.0.0.1", "--max-restarts", "0"),
+        # One stream for all ranks; the agent's own error file keeps the first failing rank's cause.
+        *("--log-dir", str(workspace.root / "torchelastic"), "--tee", "3"),
+        *("-m", "worker.trainer.train", str(workspace.root)),
+    ]
+    extra = {"TORCHELASTIC_ERROR_FILE": str(workspace.error)}
+    if gpu_uuids:
+        extra["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
+    return _start(command, workspace, run, extra)
+
+
+def start_verifier(workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
+    """Start the reload of stored files in a fresh process."""
+    extra = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_uuids)} if gpu_uuids else {}
+    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, extra)
+
+
+def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
+    """Kill every process of the attempt on this machine and see them gone; False if one is still there after `wait_s`."""
+    deadline = time.monotonic() + wait_s
+    while found := list(processes_of(run)):
+        for process in found:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        if time.monotonic() > deadline:
+            return False
+        psutil.wait_procs(found, timeout=0.2)
+    return True
+
+
+def processes_of(run: Run) -> Iterator[psutil.Process]:
+    """The living processes that carry the attempt's mark, this one excepted."""
+    mark = _mark(run)
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def _start(command: list[str], workspace: Workspace, run: Run, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+    # The trainer knows no service: no database URL and no key of ours reaches its environment.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TUNEYARD_")}
+    environment = inherited | {MARK: _mark(run), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | extra
+    # One thread a rank unless the operator says otherwise: two in one process were at times ten times slower on 2 cores.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    with workspace.trainer_log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def _mark(run: Run) -> str:
+    return f"{run.job_id}.{run.attempt}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,129 @@
+"""This machine as a node: what it has, that it is alive, and what it really runs."""
+
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import threading
+from typing import Any
+
+import psutil
+
+from app import db
+from app.config import get_settings
+from app.jobs import attempts
+from app.nodes import service as nodes
+from app.nodes.service import NodeReport
+from worker import launch
+from worker.workspace import Run
+
+log = logging.getLogger(__name__)
+
+
+def node_name() -> str:
+    """This machine's name among the nodes."""
+    return get_settings().node_name or socket.gethostname()
+
+
+def start_reporting() -> None:
+    """Register now, then report from a thread of this process for as long as it lives."""
+    threading.Thread(target=_report_for_ever, name="node-report", daemon=True).start()
+
+
+def _report_for_ever() -> None:
+    registered = False
+    pause = threading.Event()
+    while True:
+        try:
+            if not registered:
+                with db.write() as session:
+                    nodes.register(session, describe())
+                registered = True
+            with db.write() as session:
+                nodes.heartbeat(session, node_name())
+            report_dead_supervisors()
+        except Exception:  # the database is away: go on reporting, it comes back
+            log.warning("node report failed; trying again", exc_info=True)
+        pause.wait(get_settings().heartbeat_s)
+
+
+def report_dead_supervisors() -> None:
+    """A death this node sees is not waited for: attempts whose supervisor is gone are given up at once."""
+    with db.read() as connection:
+        claimed = nodes.claimed_here(connection, node_name())
+    for placement in claimed:
+        run = Run(placement["job_id"], placement["attempt"])
+        if _is_supervisor(placement["supervisor_pid"], run.job_id):
+            continue
+        launch.kill_attempt(run)
+        with db.write() as session:
+            if not attempts.lose(session, run.job_id, run.attempt, "The job's supervisor was lost"):
+                # The job has ended or moved on; only the slots were left.
+                nodes.release(session, run.job_id, run.attempt)
+
+
+def describe() -> NodeReport:
+    """The machine's facts, read now."""
+    gpus, driver = _gpus()
+    return NodeReport(
+        name=node_name(),
+        address=get_settings().node_address,
+        accelerator="gpu" if gpus else "cpu",
+        slots=len(gpus) or get_settings().node_cpu_slots,
+        gpus=gpus,
+        facts={
+            "cpu_count": os.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "disk_free_bytes": _disk_free(),
+            "python": platform.python_version(),
+            "driver": driver,
+            "libraries": {name: _version(name) for name in ("torch", "transformers", "trl", "peft", "accelerate")},
+        },
+    )
+
+
+def _is_supervisor(pid: int, job_id: str) -> bool:
+    try:
+        command = psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+    return "worker.supervisor" in command and job_id in command
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str | None]:
+    """Every GPU by UUID, and the driver's version; none where there is no NVIDIA driver."""
+    try:
+        import pynvml
+    except ImportError:
+        return [], None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return [], None
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_gpu(pynvml, handle) for handle in handles], pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
+    return {
+        "uuid": pynvml.nvmlDeviceGetUUID(handle),
+        "name": pynvml.nvmlDeviceGetName(handle),
+        "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+    }
+
+
+def _disk_free() -> int:
+    folder = get_settings().resolved_workspace_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    return psutil.disk_usage(str(folder)).free
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,116 @@
+"""Fill the workspace before any trainer starts: the spec, the rows in canonical form, the checkpoint to go on from."""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from app import db, storage
+from app.errors import TuneyardError
+from app.files import dataset, rows
+from app.files import service as files
+from app.jobs import attempts, sources
+from app.jobs.events import NewEvent
+from app.jobs.spec import TrainingSpec
+from app.jobs.tables import Checkpoint, Job
+from worker.failures import JobFailed
+from worker.heartbeat import Heartbeat
+from worker.workspace import Run, Workspace, write_json
+
+# Rows between two looks at whether the user has cancelled.
+CHECK_EVERY = 1000
+
+
+def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec, heartbeat: Heartbeat) -> Run:
+    """Write everything the trainer reads; the returned Run says where it goes on.
+
+    Raises JobFailed(invalid_training_file) for rows that cannot be used, Stopped when the job is to end.
+    """
+    write_json(workspace.spec, spec.model_dump(mode="json"))
+    counts = {"training": _write_rows(job.training_file, "training_file", job, workspace.train_data, heartbeat)}
+    if job.validation_file is not None:
+        target = workspace.validation_data
+        counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
+    resumed = _fetch_checkpoint(workspace, run, job)
+    write_json(workspace.run, resumed)
+    told = [NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})]
+    if resumed.resume_from is not None:
+        told.append(NewEvent(f"Going on from {Path(resumed.resume_from).name}", data={"resumed_from": resumed.resume_from}))
+    with db.write() as session:
+        attempts.tell(session, run.job_id, run.attempt, told)
+    return resumed
+
+
+def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Heartbeat) -> int:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    try:
+        with target.open("w", encoding="utf-8") as file:
+            for count, row in enumerate(_rows_of(source, param, job), start=1):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                if count % CHECK_EVERY == 0:
+                    heartbeat.raise_if_stopped()
+    except dataset.InvalidDataset as error:
+        raise JobFailed("invalid_training_file", str(error), param) from error
+    except TuneyardError as error:
+        raise JobFailed(error.code or "invalid_training_file", error.message, param) from error
+    if count == 0:
+        raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
+    return count
+
+
+def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
+    if source.startswith("hf://"):
+        yield from _hub_rows(source)
+    elif source.startswith("file://"):
+        path = sources.resolve_data_path(source, param)
+        yield from (row.value for row in dataset.read_rows(path, path.name))
+    else:
+        with db.read() as connection:
+            file = files.get_file(connection, job.project_id, source)
+        with storage.open_read(file.storage_key) as stream:
+            yield from (row.value for row in dataset.read_rows(stream, file.filename))
+
+
+def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+    """Rows of `hf://datasets/OWNER/NAME?split=train&subset=...&revision=...`, streamed."""
+    import datasets  # heavy, and only needed here
+
+    parts = urlsplit(source)
+    query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+    try:
+        split = datasets.load_dataset(
+            parts.path.removeprefix("/"),
+            query.get("subset"),
+            split=query.get("split", "train"),
+            revision=query.get("revision"),
+            streaming=True,
+        )
+        yield from _canonical(split)
+    except JobFailed:
+        raise
+    except Exception as error:  # whatever the Hub or the network answers, the user needs to see which data set it was
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", "training_file") from error
+
+
+def _canonical(split: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, row in zip(itertools.count(1), split, strict=False):
+        try:
+            yield rows.canonical(row)
+        except rows.Unusable as error:
+            where = f" at {error.path}" if error.path else ""
+            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", "training_file") from error
+
+
+def _fetch_checkpoint(workspace: Workspace, run: Run, job: Job) -> Run:
+    """The newest stored checkpoint, copied into the workspace; a first attempt has none."""
+    with db.write() as session:
+        checkpoint: Checkpoint | None = attempts.last_checkpoint(session, job.id)
+    if checkpoint is None:
+        return run
+    folder = workspace.checkpoints / f"checkpoint-{checkpoint.step}"
+    storage.get_tree(checkpoint.storage_key, folder)
+    return Run(run.job_id, run.attempt, str(folder.relative_to(workspace.root)))

@@ -1,0 +1,196 @@
+"""One attempt of a job on this node, in a process of its own: claim, prepare, launch, follow, finish.
+
+    python -m worker.supervisor JOB ATTEMPT NODE_RANK
+
+It outlives the Celery worker that started it. The one place that decides how an attempt ends; it writes the end only
+when no process of the attempt is left.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from app import db
+from app.config import get_settings
+from app.jobs import attempts
+from app.jobs.spec import TrainingSpec
+from app.jobs.tables import Job
+from app.nodes import placement as placements
+from app.nodes.tables import Placement
+from worker import launch, prepare, publish
+from worker.failures import JobFailed, failure_of
+from worker.heartbeat import Heartbeat, Stopped
+from worker.reporter import Reporter
+from worker.workspace import Result, Run, StopRequest, Workspace, read_json, write_json
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+End = Callable[[Session], bool]
+
+
+def main() -> None:
+    """Detach from whoever started this, and supervise."""
+    job_id, attempt, node_rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    run = Run(job_id, attempt)
+    workspace = Workspace(get_settings().resolved_workspace_dir / job_id / str(attempt))
+    workspace.root.mkdir(parents=True, exist_ok=True)
+    _detach(workspace.root / "supervisor.log")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s job={job_id} attempt={attempt} %(message)s")
+    supervise(run, node_rank, workspace)
+
+
+def supervise(run: Run, node_rank: int, workspace: Workspace) -> None:
+    """Take up the placement, run the attempt, and write how it ended."""
+    placement = placements.claim(run.job_id, run.attempt, node_rank, os.getpid())
+    if placement is None:
+        log.info("duplicate_delivery_ignored")
+        return
+    with Heartbeat(run) as heartbeat:
+        signal.signal(signal.SIGTERM, lambda *_: heartbeat.request_stop("shutdown"))
+        end = _run_to_end(run, placement, workspace, heartbeat)
+        if not launch.kill_attempt(run):
+            log.error("processes of the attempt survive SIGKILL; their slots stay taken until they are gone")
+            while not launch.kill_attempt(run):
+                continue
+        _write_end(end)
+
+
+def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> End:
+    """Do the work; whatever happens becomes the one way the attempt ends."""
+    try:
+        outcome = publish.finished_before(run) or _work(run, placement, workspace, heartbeat)
+        return partial(attempts.succeed, job_id=run.job_id, attempt=run.attempt, outcome=outcome)
+    except Stopped as stopped:
+        return _end_of_stop(run, stopped.reason)
+    except JobFailed as error:
+        return _failing(run, error)
+    except Exception as error:
+        log.exception("the supervisor failed")
+        return _failing(run, JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}."))
+
+
+def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> attempts.Outcome:
+    """Prepare the workspace, train, and hand over a proven artifact."""
+    job = _load_job(run)
+    spec = TrainingSpec.model_validate(job.spec)
+    heartbeat.limit_to(spec.resources.time_limit_s)
+    run = prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
+    reporter = Reporter(workspace, run, job, spec.checkpoints.keep)
+    try:
+        process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids)
+        _follow(process, run, workspace, heartbeat, reporter)
+        result = _result_of(workspace)
+        return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat))
+    finally:
+        reporter.upload_log(at_once=True)
+
+
+def _follow(process: subprocess.Popen[bytes], run: Run, workspace: Workspace, heartbeat: Heartbeat, reporter: Reporter) -> None:
+    """Report lines and obey requests until the trainer has ended; Stopped where it was asked to end."""
+    kill_at = None
+    while process.poll() is None:
+        heartbeat.wait(POLL_S)
+        _tolerating_outage(reporter.poll)
+        if heartbeat.reason is not None and kill_at is None:
+            write_json(workspace.stop, StopRequest(heartbeat.reason))
+            kill_at = time.monotonic() + heartbeat.grace_s
+        if kill_at is not None and time.monotonic() > kill_at:
+            launch.kill_attempt(run)
+    launch.kill_attempt(run)
+    _tolerating_outage(reporter.poll)
+    heartbeat.raise_if_stopped()
+
+
+def _verify(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat, export: Path) -> None:
+    """Reload the stored files in a fresh process, under the same requests as the training."""
+    process = launch.start_verifier(workspace, run, export, placement.gpu_uuids)
+    while process.poll() is None:
+        heartbeat.wait(POLL_S)
+        heartbeat.raise_if_stopped()
+    if process.returncode != 0:
+        raise failure_of(workspace, "The exported files could not be reloaded")
+
+
+def _result_of(workspace: Workspace) -> Result:
+    """What the trainer wrote last; its absence is the failure."""
+    if not workspace.result.exists():
+        raise failure_of(workspace, "Training failed")
+    result = Result(**read_json(workspace.result))
+    if result.outcome != "finished":
+        raise Stopped("crashed")
+    return result
+
+
+def _load_job(run: Run) -> Job:
+    with db.write() as session:
+        job = attempts.get_running(session, run.job_id, run.attempt)
+    if job is None:
+        raise Stopped("lost")
+    return job
+
+
+def _end_of_stop(run: Run, reason: str) -> End:
+    ids = {"job_id": run.job_id, "attempt": run.attempt}
+    match reason:
+        case "cancel":
+            return partial(attempts.cancel, **ids)
+        case "time_limit":
+            message = "The job reached spec.resources.time_limit_s. Set a longer limit, or continue from its last checkpoint."
+            return _failing(run, JobFailed("time_limit_exceeded", message, "spec.resources.time_limit_s"))
+        case "shutdown":
+            return partial(attempts.lose, **ids, why="The node is shutting down", counts=False)
+        case "unreachable":
+            return partial(attempts.lose, **ids, why="The node could not reach the database for too long")
+        case "crashed":
+            return partial(attempts.lose, **ids, why="A training process was killed")
+        case _:
+            return lambda session: False
+
+
+def _failing(run: Run, error: JobFailed) -> End:
+    ids = {"job_id": run.job_id, "attempt": run.attempt}
+    return partial(attempts.fail, **ids, code=error.code, message=error.message, param=error.param)
+
+
+def _write_end(end: End) -> None:
+    """Write the end, however long the database is away: the fence in it makes a late write harmless."""
+    while True:
+        try:
+            with db.write() as session:
+                if not end(session):
+                    log.warning("the attempt no longer holds the job; nothing was written")
+            return
+        except SQLAlchemyError:
+            log.warning("database unreachable; the end of the attempt waits", exc_info=True)
+            time.sleep(get_settings().heartbeat_s)
+
+
+def _tolerating_outage(poll: Callable[[], None]) -> None:
+    try:
+        poll()
+    except SQLAlchemyError:
+        log.warning("database unreachable; lines wait in the workspace", exc_info=True)
+
+
+def _detach(log_file: Path) -> None:
+    """Leave the caller's session, so that neither its end nor its signals reach the training."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    with log_file.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What a run tells and obeys: metrics, complete checkpoints, the stop request, and the check that the loss is a number."""
+
+import math
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from app.jobs.spec import TrainingSpec
+from worker.trainer.failures import TrainerError
+from worker.trainer.methods import Trainer, device
+from worker.workspace import CheckpointLine, LogLine, MetricsLine, Workspace, append_line, read_json, write_json
+
+# TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
+METRICS = {"loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss"}
+EVAL_METRICS = {"eval_loss", "eval_mean_token_accuracy", "eval_entropy"}
+MUST_BE_FINITE = ("loss", "grad_norm")
+
+COMPLETE = "complete.json"  # present in a checkpoint once every rank has written its part and all of it is on the disk
+
+Values = dict[str, float | None]
+
+
+class Reporter(TrainerCallback):
+    """Appends a line per logged step, and fails the job at the first step whose figures are not numbers."""
+
+    def __init__(self, workspace: Workspace, trainer: Trainer) -> None:
+        self.workspace = workspace
+        self.trainer = trainer
+        self.last: Values = {}
+        self.losses: list[float] = []
+        self._tokens_seen = 0
+        self._seen_at = time.monotonic()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._seen_at = time.monotonic()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        values = {name: _finite(logs[name]) for name in METRICS | EVAL_METRICS if name in logs}
+        if not values:
+            return
+        self.last |= values
+        if state.is_world_process_zero:
+            self._append(state, values, logs.get("num_tokens"))
+        for name in MUST_BE_FINITE:
+            if name in values and values[name] is None:
+                raise TrainerError(
+                    "loss_not_finite",
+                    f"{name} was not finite at step {state.global_step}. Lower training.learning_rate, or train in float32.",
+                    "training.learning_rate",
+                )
+        if (loss := values.get("loss")) is not None:
+            self.losses.append(loss)
+
+    def _append(self, state: TrainerState, values: Values, num_tokens: float | None) -> None:
+        append_line(
+            self.workspace.metrics,
+            MetricsLine(
+                step=state.global_step,
+                total_steps=state.max_steps,
+                epoch=state.epoch or 0.0,
+                values=values,
+                trained_tokens=self.trainer.num_trained_tokens,
+                tokens_per_second=self._rate(num_tokens),
+            ),
+        )
+
+    def _rate(self, num_tokens: float | None) -> float | None:
+        """TRL counts the tokens of this process's life; evaluation lines carry no count."""
+        if num_tokens is None:
+            return None
+        now = time.monotonic()
+        rate = (num_tokens - self._tokens_seen) / max(now - self._seen_at, 1e-9)
+        self._tokens_seen, self._seen_at = int(num_tokens), now
+        return rate
+
+
+class Stopper(TrainerCallback):
+    """Saves and stops at the end of a step when the workspace or a signal asks, all ranks at the same step."""
+
+    def __init__(self, workspace: Workspace, trainer: Trainer) -> None:
+        self.workspace = workspace
+        self.trainer = trainer
+        self.stopped = False
+        self._signalled = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> None:
+        self._signalled = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        asked = self._signalled or (state.is_world_process_zero and self.workspace.stop.exists())
+        if self._any_rank(asked) and state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _any_rank(self, asked: bool) -> bool:
+        if not dist.is_initialized():
+            return asked
+        flag = torch.tensor(int(asked), device=device(self.trainer))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+class Checkpoints(TrainerCallback):
+    """Marks a checkpoint complete once all ranks have written it, says so, and deletes the oldest ones."""
+
+    def __init__(
+        self, workspace: Workspace, spec: TrainingSpec, trainer: Trainer, reporter: Reporter, fingerprint: str
+    ) -> None:
+        self.workspace = workspace
+        self.spec = spec
+        self.trainer = trainer
+        self.reporter = reporter
+        self.fingerprint = fingerprint
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        if not state.is_world_process_zero:
+            return
+        folder = self.workspace.checkpoints / f"checkpoint-{state.global_step}"
+        mark_complete(folder, state.global_step, self.trainer.num_trained_tokens, self.spec, self.fingerprint)
+        line = CheckpointLine(state.global_step, str(folder.relative_to(self.workspace.root)), dict(self.reporter.last))
+        append_line(self.workspace.checkpoint_lines, line)
+        complete = [checkpoint for checkpoint in find_checkpoints(self.workspace) if checkpoint.is_complete]
+        for old in complete[: -self.spec.checkpoints.keep]:
+            shutil.rmtree(old.folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, complete or not."""
+
+    folder: Path
+    step: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Marked, and no file since lost or cut."""
+        try:
+            sizes = self.marker()["files"]
+        except (FileNotFoundError, ValueError, KeyError):
+            return False
+        return all(
+            (self.folder / name).is_file() and (self.folder / name).stat().st_size == size for name, size in sizes.items()
+        )
+
+    def marker(self) -> dict[str, Any]:
+        marker: dict[str, Any] = read_json(self.folder / COMPLETE)
+        return marker
+
+
+def find_checkpoints(workspace: Workspace) -> list[Checkpoint]:
+    """Every checkpoint folder, oldest step first."""
+    steps = ((path, path.name.removeprefix("checkpoint-")) for path in workspace.checkpoints.glob("checkpoint-*"))
+    return sorted((Checkpoint(path, int(step)) for path, step in steps if step.isdigit()), key=lambda item: item.step)
+
+
+def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSpec, fingerprint: str) -> None:
+    """Put everything on the disk, then say that it is there."""
+    sizes = {}
+    for path in _files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        sizes[str(path.relative_to(folder))] = path.stat().st_size
+    marker = {
+        "step": step,
+        "trained_tokens": trained_tokens,
+        "world_size": spec.world_size,
+        "strategy": spec.parallelism.strategy,
+        "data": fingerprint,
+        "files": sizes,
+    }
+    write_json(folder / COMPLETE, marker)
+
+
+def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
+    """The newest complete checkpoint; incomplete ones are passed over, one of another run is refused."""
+    for checkpoint in reversed(find_checkpoints(workspace)):
+        if checkpoint.is_complete:
+            _check_same_run(checkpoint, spec, fingerprint)
+            return checkpoint
+        if is_first_rank():
+            line = LogLine(f"checkpoint at step {checkpoint.step} is incomplete", "warn", {"step": checkpoint.step})
+            append_line(workspace.log, line)
+    return None
+
+
+def is_first_rank() -> bool:
+    """The rank that writes the workspace's shared files."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _check_same_run(checkpoint: Checkpoint, spec: TrainingSpec, fingerprint: str) -> None:
+    marker = checkpoint.marker()
+    asked = {"world_size": spec.world_size, "strategy": spec.parallelism.strategy, "data": fingerprint}
+    different = [name for name, value in asked.items() if marker[name] != value]
+    if different:
+        raise TrainerError(
+            "resume_not_exact",
+            f"The checkpoint at step {checkpoint.step} is of a run with another {' and '.join(different)}, so going on from it "
+            "would not be the same training.",
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE)
+
+
+def _finite(value: Any) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None

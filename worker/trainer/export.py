@@ -1,0 +1,145 @@
+"""The artifact: an adapter in PEFT's layout or full weights in transformers', and a probe of the model that made it.
+
+Everything here runs on every rank: under FSDP2 each rank holds a part of every weight, and gathering is a collective.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from app.jobs.spec import TrainingSpec
+from worker.trainer.callbacks import is_first_rank
+from worker.trainer.methods import Trainer, device
+from worker.trainer.model import load_base
+from worker.workspace import Workspace
+
+MAX_PROBE_TOKENS = 128
+READABLE = 0o644  # safetensors writes 0600, and another user serves the files
+WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing puts into parameter names
+
+
+def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the artifact and the probe."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    is_lora = spec.adapter.type == "lora"
+    if not is_lora:
+        _round_to_exported_type(model, spec)
+    weights = full_weights(model, only_trained=is_lora)
+    if is_first_rank():
+        shutil.rmtree(workspace.export, ignore_errors=True)
+        target = workspace.export / ("adapter" if is_lora else "model")
+        _save(model, weights, target, spec)
+        _finish_folder(target, spec, tokenizer)
+        if is_lora and spec.export.merged:
+            _save_merged(target, workspace.export / "merged", spec, tokenizer)
+    del weights
+    _write_probe(trainer, model, workspace)
+
+
+def full_weights(model: nn.Module, *, only_trained: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors by name on the first rank, nothing on the others."""
+    weights = {}
+    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad} if only_trained else None
+    for name, tensor in model.state_dict().items():
+        if wanted is not None and name not in wanted and name not in {key.replace(WRAPPER, "") for key in wanted}:
+            continue
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if is_first_rank():
+            weights[name.replace(WRAPPER, "")] = whole.detach().cpu()
+    return weights
+
+
+def _round_to_exported_type(model: nn.Module, spec: TrainingSpec) -> None:
+    """Full weights are trained in float32 and handed over in the job's type: the probe must show what is handed over."""
+    dtype = getattr(torch, spec.model.dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def _save(model: nn.Module, weights: dict[str, torch.Tensor], target: Path, spec: TrainingSpec) -> None:
+    if isinstance(model, PeftModel):
+        model.save_pretrained(target, state_dict=weights)
+        return
+    assert isinstance(model, PreTrainedModel)
+    dtype = getattr(torch, spec.model.dtype)
+    weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    model.config.dtype = dtype
+    model.save_pretrained(target, state_dict=weights, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
+
+
+def _save_merged(adapter: Path, target: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Base and adapter in one: from a fresh base, as the live one may be sharded."""
+    model = PeftModel.from_pretrained(load_base(spec), adapter).merge_and_unload()
+    model.save_pretrained(target, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
+    _finish_folder(target, spec, tokenizer)
+
+
+def _finish_folder(folder: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What makes the weights usable by whoever downloads only this folder."""
+    tokenizer.save_pretrained(folder)
+    config = folder / "adapter_config.json"
+    if config.exists():
+        public = {"base_model_name_or_path": spec.model.name_or_path, "revision": spec.model.revision}
+        config.write_text(json.dumps(json.loads(config.read_text()) | public, indent=2, sort_keys=True))
+    (folder / "README.md").write_text(model_card(spec), encoding="utf-8")
+    for path in folder.iterdir():
+        path.chmod(READABLE)
+
+
+def model_card(spec: TrainingSpec) -> str:
+    """The README of an artifact."""
+    library = "peft" if spec.adapter.type == "lora" else "transformers"
+    kind = f"LoRA adapter (r {spec.adapter.r})" if spec.adapter.type == "lora" else "full weights"
+    return (
+        f"---\nbase_model: {spec.model.name_or_path}\nlibrary_name: {library}\ntags: [{spec.method}, tuneyard]\n---\n\n"
+        f"# A fine-tuned {spec.model.name_or_path}\n\n{kind}, trained with Tuneyard ({spec.method}).\n\n"
+        f"Settings:\n\n```json\n{spec.model_dump_json(indent=2)}\n```\n"
+    )
+
+
+def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace) -> None:
+    """A real row and what the live model says to it, in float32: bfloat16 differs by more than any fault worth finding."""
+    row = torch.tensor([trainer.train_dataset[0]["input_ids"][:MAX_PROBE_TOKENS]])
+    logits = live_logits(model, row.to(device(trainer)))
+    if is_first_rank():
+        tensors = {"input_ids": row, "logits": logits.float().cpu().contiguous()}
+        temporary = workspace.probe.with_suffix(".tmp")
+        save_file(tensors, temporary)
+        temporary.replace(workspace.probe)
+
+
+def live_logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the trained model in float32. Changes the model's type: only for when training is over."""
+    if "_original_forward" in model.__dict__:
+        model.forward = model._original_forward  # without accelerate's autocast
+    _compute_in_float32(model)
+    model.eval()
+    with torch.no_grad():
+        outputs: Any = model(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False)
+    logits: torch.Tensor = outputs.logits
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _compute_in_float32(model: nn.Module) -> None:
+    """A sharded model casts each layer as it gathers it, so that no rank ever holds the whole in float32."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        model.float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True)
+    for module in sharded:
+        state = module._get_fsdp_state()
+        state._mp_policy = policy
+        for group in state._fsdp_param_groups:
+            group.mp_policy = policy
+            for parameter in group.fsdp_params:
+                parameter.init_dtype_attrs(policy)

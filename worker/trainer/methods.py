@@ -1,0 +1,178 @@
+"""The job's spec in TRL's words: the only place that knows both."""
+
+import math
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer
+
+from app.jobs.spec import TrainingSpec
+from worker.trainer.cpu_fsdp import allow_fsdp_on_cpu
+from worker.trainer.data import Data
+from worker.trainer.failures import TrainerError
+from worker.trainer.model import FLASH_ATTENTION, packing_is_exact
+from worker.workspace import Workspace
+
+# Longest sequence that rows are packed into where attention is not a flash kernel: it then holds a score for every pair of
+# tokens, so that packing longer batches would cost more than the padding it saves.
+MAX_PACKED_TOKENS = 8192
+
+
+class Trainer(SFTTrainer):
+    """TRL's trainer, which also counts the tokens that carried loss."""
+
+    num_trained_tokens = 0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """TRL's count divides the loss, so ours is the very number of labels that were trained on, over all ranks."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.num_trained_tokens += int(num_items)
+        return batches, num_items
+
+
+def build_trainer(
+    spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> Trainer:
+    """The trainer of a supervised job, checked to run as the job asks."""
+    if spec.resources.accelerator == "cpu" and spec.parallelism.strategy == "fsdp2":
+        allow_fsdp_on_cpu()
+    trainer = Trainer(
+        model=model,
+        args=sft_config(spec, workspace, data, packing=decide_packing(spec, model, data)),
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        processing_class=tokenizer,
+    )
+    check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
+    return trainer
+
+
+def sft_config(spec: TrainingSpec, workspace: Workspace, data: Data, *, packing: bool) -> SFTConfig:
+    """The spec as TRL's arguments."""
+    training, on_cpu = spec.training, spec.resources.accelerator == "cpu"
+    return SFTConfig(
+        output_dir=str(workspace.checkpoints),
+        seed=spec.seed,
+        data_seed=spec.seed,
+        use_cpu=on_cpu,
+        bf16=spec.model.dtype == "bfloat16",
+        dataloader_pin_memory=not on_cpu,
+        # rows
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,  # rows are cut already
+        padding_free=packing,
+        # optimization
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        lr_scheduler_kwargs=_scheduler_kwargs(spec),
+        warmup_steps=num_warmup_steps(spec, len(data.train)),
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        per_device_train_batch_size=training.per_device_train_batch_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        num_train_epochs=training.num_train_epochs,
+        max_steps=training.max_steps or -1,
+        router_aux_loss_coef=training.router_aux_loss_coef,
+        # evaluation and checkpoints; old ones are deleted by callbacks.py, once a newer one is known to be whole
+        per_device_eval_batch_size=spec.evaluation.per_device_eval_batch_size,
+        prediction_loss_only=True,
+        eval_strategy=_strategy(spec.evaluation.eval_steps) if data.validation is not None else "no",
+        eval_steps=spec.evaluation.eval_steps,
+        save_strategy=_strategy(spec.checkpoints.save_steps),
+        save_steps=spec.checkpoints.save_steps or 500,
+        save_total_limit=None,
+        # logging: every step, and a loss that is not finite as it is
+        logging_steps=1,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        report_to="none",
+        disable_tqdm=True,
+        # parallelism
+        ddp_find_unused_parameters=False,
+        **_memory_options(spec),
+    )
+
+
+def decide_packing(spec: TrainingSpec, model: PreTrainedModel | PeftModel, data: Data) -> bool:
+    """Whether the rows of a batch share one sequence without padding. A step has the same rows either way."""
+    exact = packing_is_exact(model.config)
+    if spec.data.packing == "on" and not exact:
+        raise TrainerError(
+            "packing_not_exact",
+            f"Rows packed into one sequence would see each other with {model.config.model_type} and "
+            f"{model.config._attn_implementation} attention: set data.packing to `off`.",
+            "data.packing",
+        )
+    longest = data.counts["train"].longest_row * spec.training.per_device_train_batch_size
+    cheap = model.config._attn_implementation in FLASH_ATTENTION or longest <= MAX_PACKED_TOKENS
+    return spec.data.packing == "on" or (spec.data.packing == "auto" and exact and cheap)
+
+
+def check_parallelism(spec: TrainingSpec, actual: DistributedType, num_processes: int) -> None:
+    """What was asked is what runs: accelerate falls back to another strategy without an error."""
+    if num_processes != spec.world_size:
+        raise TrainerError(
+            "parallelism_mismatch",
+            f"The job asks for {spec.world_size} ranks, {num_processes} run.",
+            "parallelism",
+        )
+    expected = {DistributedType.FSDP}
+    if spec.parallelism.strategy == "ddp":
+        several = {"cpu": DistributedType.MULTI_CPU, "gpu": DistributedType.MULTI_GPU}[spec.resources.accelerator]
+        expected = {several} if spec.world_size > 1 else {several, DistributedType.NO}
+    if actual not in expected:
+        raise TrainerError(
+            "parallelism_mismatch",
+            f"The job asks for {spec.parallelism.strategy} over {spec.world_size} ranks, but {actual.value} would run.",
+            "parallelism.strategy",
+        )
+
+
+def num_warmup_steps(spec: TrainingSpec, num_rows: int) -> int:
+    """Rounded down, so that a job of a few steps does not spend one of them at a learning rate of 0."""
+    return math.floor(num_steps(spec, num_rows) * spec.training.warmup_ratio)
+
+
+def num_steps(spec: TrainingSpec, num_rows: int) -> int:
+    """Optimizer steps of the whole job, counted as the Trainer counts them."""
+    if spec.training.max_steps is not None:
+        return spec.training.max_steps
+    batches = math.ceil(num_rows / (spec.training.per_device_train_batch_size * spec.world_size))
+    steps_per_epoch = max(1, math.ceil(batches / spec.training.gradient_accumulation_steps))
+    return math.ceil(steps_per_epoch * spec.training.num_train_epochs)
+
+
+def _strategy(steps: int | None) -> str:
+    return "epoch" if steps is None else "steps"
+
+
+def _scheduler_kwargs(spec: TrainingSpec) -> dict[str, Any]:
+    if spec.training.lr_scheduler_type != "cosine_with_min_lr":
+        return {}
+    return {"min_lr_rate": 0.1 if spec.training.min_lr_rate is None else spec.training.min_lr_rate}
+
+
+def _memory_options(spec: TrainingSpec) -> dict[str, Any]:
+    """TRL recomputes activations unless told not to; FSDP2 has a recomputation of its own that gathers less."""
+    recompute = spec.training.activation_checkpointing
+    if spec.parallelism.strategy == "ddp":
+        return {"activation_checkpointing": recompute}
+    return {
+        "activation_checkpointing": False,
+        "fsdp": True,
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": True,
+            "activation_checkpointing": recompute,
+            "state_dict_type": "FULL_STATE_DICT",  # the sharded kind writes no adapter at all
+            "cpu_ram_efficient_loading": False,
+        },
+    }
+
+
+def device(trainer: Trainer) -> torch.device:
+    """Where this rank computes."""
+    return torch.device(trainer.accelerator.device)

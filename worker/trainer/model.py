@@ -1,0 +1,198 @@
+"""The base model as it is trained: loaded from safetensors, dequantized, adapted."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
+from worker.trainer.failures import TrainerError
+
+# Models whose masks keep the rows of one sequence apart by their position ids, proven by tests/trainer/test_packing.py.
+EXACT_PACKING = {"llama", "mistral", "qwen2", "qwen3", "gpt_oss"}
+FLASH_ATTENTION = {"flash_attention_2", "flash_attention_3"}
+
+
+def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
+    """The base model's tokenizer, with the job's chat template where it has one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_source(spec.model), revision=spec.model.revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(spec.model, error) from error
+    if spec.data.chat_template is not None:
+        tokenizer.chat_template = spec.data.chat_template
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(spec: TrainingSpec) -> PreTrainedModel | PeftModel:
+    """The model to train. The seed is set here, so that every rank starts from the same adapter weights."""
+    base = load_base(spec)
+    base.config.use_cache = False
+    if base.config.model_type == "gpt_oss":
+        keep_packed_rows_apart(base)
+    set_seed(spec.seed)
+    return add_adapter(base, spec.adapter) if spec.adapter.type == "lora" else base
+
+
+def load_base(spec: TrainingSpec, *, device_map: str | None = None) -> PreTrainedModel:
+    """The base model. Full weights are trained in float32: updates of bfloat16 weights are mostly rounded away."""
+    dtype = torch.float32 if spec.adapter.type == "full" else getattr(torch, spec.model.dtype)
+    config = load_config(spec.model)
+    quantization = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4(config) else {}
+    attention = {} if spec.model.attention == "auto" else {"attn_implementation": spec.model.attention}
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            _source(spec.model),
+            revision=spec.model.revision,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=dtype,
+            device_map=device_map,
+            **quantization,
+            **attention,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loadable(spec.model, error) from error
+    return model
+
+
+def load_config(model: ModelSection) -> PreTrainedConfig:
+    """The base model's configuration."""
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(_source(model), revision=model.revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(model, error) from error
+    return config
+
+
+def is_mxfp4(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is in MXFP4, which cannot be trained: it is dequantized while it loads."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+
+
+def packing_is_exact(config: PreTrainedConfig) -> bool:
+    """Whether rows that share a sequence cannot see each other."""
+    return config._attn_implementation in FLASH_ATTENTION or (
+        config.model_type in EXACT_PACKING and config._attn_implementation in {"eager", "sdpa"}
+    )
+
+
+def add_adapter(base: PreTrainedModel, adapter: AdapterSection) -> PeftModel:
+    """The base with a LoRA adapter on it; TrainerError where a target of the job is not in the model."""
+    check_targets(base, adapter)
+    config = LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.target_modules or None,
+        target_parameters=adapter.target_parameters or None,
+        rank_pattern=dict(adapter.rank_pattern),
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    model: PeftModel = get_peft_model(base, config)
+    return model
+
+
+def check_targets(base: PreTrainedModel, adapter: AdapterSection) -> None:
+    """Every target must name something: PEFT only objects when all of them miss."""
+    modules = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)]
+    parameters = [name for name, _ in base.named_parameters()]
+    named = [] if adapter.target_modules == "all-linear" else adapter.target_modules
+    checks = [
+        ("adapter.target_modules", named, modules),
+        ("adapter.target_parameters", adapter.target_parameters, parameters),
+        ("adapter.rank_pattern", list(adapter.rank_pattern), modules + parameters),
+    ]
+    for param, targets, names in checks:
+        for target in targets:
+            if not any(_ends_with(name, target) for name in names):
+                raise _unmatched(param, target, names)
+
+
+def adapted_kinds(model: nn.Module) -> dict[str, int]:
+    """How many weights of each kind carry an adapter: a model whose experts were missed looks normal otherwise."""
+    kinds: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and module.lora_A:
+            kinds[_kind(name, module)] += 1
+    return dict(kinds)
+
+
+def keep_packed_rows_apart(base: PreTrainedModel) -> None:
+    """gpt-oss builds its masks without position ids, so packed rows would see each other: build them with."""
+
+    def add_masks(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        position_ids, packed = kwargs.get("position_ids"), kwargs.get("attention_mask") is None
+        if position_ids is None or not packed or kwargs.get("cache") is not None:
+            return args, kwargs
+        # Only the shape, type and device of the embeddings matter to the mask.
+        shape = torch.empty(*position_ids.shape, 1, dtype=base.dtype, device=position_ids.device)
+        known = {
+            "config": inner.config,
+            "inputs_embeds": shape,
+            "attention_mask": None,
+            "cache": None,
+            "position_ids": position_ids,
+        }
+        masks = {
+            "full_attention": create_causal_mask(**known),
+            "sliding_attention": create_sliding_window_causal_mask(**known),
+        }
+        return args, kwargs | {"attention_mask": masks}
+
+    base.base_model.register_forward_pre_hook(add_masks, with_kwargs=True)
+
+
+def _source(model: ModelSection) -> str:
+    """A path must exist before the Hub's client takes it for a badly spelt id."""
+    if model.name_or_path.startswith(("/", ".")) and not Path(model.name_or_path).is_dir():
+        raise TrainerError("model_not_found", f"There is no model folder {model.name_or_path!r}.", "model")
+    return model.name_or_path
+
+
+def _not_loadable(model: ModelSection, error: Exception) -> TrainerError:
+    text = (str(error).splitlines() or [""])[0]
+    if "trust_remote_code" in str(error):
+        message = f"{model.name_or_path!r} needs code of its own, which is not run here."
+        return TrainerError("remote_code_not_allowed", message, "model")
+    if isinstance(error, OSError):
+        return TrainerError("model_not_found", f"The base model {model.name_or_path!r} cannot be loaded: {text}", "model")
+    return TrainerError("model_not_supported", f"The base model {model.name_or_path!r} cannot be used: {text}", "model")
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target) or re.fullmatch(rf"(.*\.)?({target})", name) is not None
+
+
+def _unmatched(param: str, target: str, names: list[str]) -> TrainerError:
+    endings = sorted({name.rsplit(".", 1)[-1] for name in names})
+    message = f"{target!r} of {param} is not in the model. Its names end in: {', '.join(endings)}."
+    return TrainerError("adapter_target_unmatched", message, param)
+
+
+def _kind(name: str, module: nn.Module) -> str:
+    if isinstance(module, ParamWrapper):
+        return "experts" if "experts" in name or "experts" in module.parameter_name else "parameters"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    return "mlp" if "mlp" in name or "feed_forward" in name else "other"

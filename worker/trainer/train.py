@@ -1,0 +1,122 @@
+"""Train one job from the directory that describes it, read top to bottom: spec, data, model, fit, export.
+
+    torchrun --nproc-per-node 2 -m worker.trainer.train DIR
+
+is exactly what the service runs; DIR is laid out as worker/workspace.py says. Everything a run has to tell it writes there.
+If DIR/checkpoints holds a complete checkpoint, the run goes on from the newest one.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from app.jobs.spec import TrainingSpec
+from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Stopper, is_first_rank, resume_point
+from worker.trainer.data import Data, load_data
+from worker.trainer.export import export
+from worker.trainer.failures import record_failure
+from worker.trainer.methods import Trainer, build_trainer
+from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.workspace import LogLine, Result, Workspace, append_line, read_json, write_json
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@record
+def train(workspace: Workspace) -> Trainer:
+    """One run, from the spec to the result file. The trainer is returned so that it outlives the run; see main."""
+    spec = TrainingSpec.model_validate(read_json(workspace.spec))
+
+    # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
+    tokenizer = load_tokenizer(spec)
+    data = load_data(workspace, spec, tokenizer)
+    checkpoint = resume_point(workspace, spec, data.fingerprint)
+
+    model = load_model(spec)
+    trainer = build_trainer(spec, workspace, model, tokenizer, data)
+    reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
+    trainer.add_callback(reporter)
+    trainer.add_callback(stopper)
+    trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
+    if is_first_rank():
+        log_start(workspace, spec, trainer, data, checkpoint)
+
+    if checkpoint is not None:
+        trainer.num_trained_tokens = checkpoint.marker()["trained_tokens"]
+    trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
+
+    if not stopper.stopped:
+        export(trainer, workspace, spec, tokenizer)
+    if is_first_rank():
+        write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
+    return trainer
+
+
+def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: Data, checkpoint: Checkpoint | None) -> None:
+    """The facts that decide whether a run is what was asked: as events, not only in the log."""
+    strategy, ranks = trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes
+    log(workspace, f"training on {ranks} {spec.resources.accelerator} rank(s)", strategy=strategy, ranks=ranks)
+    for split, counts in data.counts.items():
+        log(workspace, f"{split}: {counts.rows_used} of {counts.rows_read} rows used", split=split, **vars(counts))
+        for warning, times in counts.warnings.items():
+            append_line(workspace.log, LogLine(f"{split}: {warning} ({times} times)", "warn", {"times": times}))
+    config = trainer.accelerator.unwrap_model(trainer.model).config
+    log(
+        workspace,
+        f"model {spec.model.name_or_path}",
+        attention=config._attn_implementation,
+        dtype=spec.model.dtype,
+        packing=trainer.padding_free,
+        adapted=adapted_kinds(trainer.model),
+        trained_parameters=sum(value.numel() for value in trainer.model.parameters() if value.requires_grad),
+    )
+    if checkpoint is not None:
+        log(workspace, f"resumed from the checkpoint at step {checkpoint.step}", step=checkpoint.step)
+
+
+def log(workspace: Workspace, message: str, **data: object) -> None:
+    """A fact for the job's events."""
+    append_line(workspace.log, LogLine(message, data=data))
+
+
+def result(trainer: Trainer, reporter: Reporter, *, stopped: bool) -> Result:
+    """How the run ended. The loss is the mean over the steps of this attempt."""
+    return Result(
+        outcome="stopped" if stopped else "finished",
+        step=trainer.state.global_step,
+        total_steps=trainer.state.max_steps,
+        trained_tokens=trainer.num_trained_tokens,
+        train_loss=sum(reporter.losses) / len(reporter.losses) if reporter.losses else None,
+    )
+
+
+def die_with_parent() -> None:
+    """Torch elastic starts ranks in sessions of their own: without this they would outlive a killed agent."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """Run, and leave at once: gloo may abort or hang when the interpreter takes a finished trainer apart."""
+    workspace = Workspace(Path(sys.argv[1]).resolve())
+    die_with_parent()
+    code = 0
+    try:
+        trainer = train(workspace)  # noqa: F841  (held until the process is gone)
+    except BaseException as error:
+        record_failure(workspace, error)
+        traceback.print_exc()
+        code = 1
+        held = error  # noqa: F841  (its frames hold the trainer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

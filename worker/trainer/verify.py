@@ -1,0 +1,153 @@
+"""Check an artifact in a fresh process: load it on a fresh base, compare with the model that made it, answer the prompts.
+
+    python -m worker.trainer.verify DIR EXPORT_DIR
+
+DIR is the workspace with its probe; EXPORT_DIR holds `adapter/` or `model/` as it came back from storage. Writes
+DIR/verification.json; the exit status is 0 whether the artifact is good or not.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from app.jobs.spec import TrainingSpec
+from worker.trainer.model import load_base
+from worker.workspace import Verification, Workspace, read_json, write_json
+
+# Share of the largest logit by which two float32 runs of the same weights may differ: other kernels add in another order.
+# Measured between 4e-7 and 3e-6; a lost or stale weight shows as 1e-2 and more.
+RELATIVE_TOLERANCE = 1e-4
+
+Answers = list[str]
+
+
+def verify(workspace: Workspace, folder: Path) -> Verification:
+    """What the reload of `folder` shows."""
+    spec = TrainingSpec.model_validate(read_json(workspace.spec))
+    probe = load_file(workspace.probe)
+    is_lora = spec.adapter.type == "lora"
+    artifact = folder / ("adapter" if is_lora else "model")
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    device_map = "auto" if spec.resources.accelerator == "gpu" and torch.cuda.is_available() else None
+
+    base = load_base(spec, device_map=device_map).float().eval()
+    base_logits = _logits(base, probe["input_ids"])
+    base_answers = _answers(base, tokenizer, spec)
+    problems = check_files(artifact, is_lora=is_lora)
+    tuned, more_problems = _load_tuned(base, artifact, spec, device_map)
+    logits = _logits(tuned, probe["input_ids"])
+    answers = _answers(tuned, tokenizer, spec)
+    return judge(
+        live=probe["logits"],
+        reloaded=logits,
+        base=base_logits,
+        problems=problems + more_problems,
+        num_tensors=sum(1 for _ in _tensors(artifact)),
+        answers=[
+            {"messages": messages, "base": before, "tuned": after}
+            for messages, before, after in zip(spec.evaluation.prompts, base_answers, answers, strict=True)
+        ],
+    )
+
+
+def check_files(artifact: Path, *, is_lora: bool) -> list[str]:
+    """What is wrong with the tensors themselves."""
+    problems = []
+    for name, tensor in _tensors(artifact):
+        if not torch.isfinite(tensor).all():
+            problems.append(f"{name} holds values that are not finite")
+        if is_lora and "lora_B" in name and not tensor.any():
+            problems.append(f"{name} is zero: it learned nothing")
+    return problems
+
+
+def judge(
+    *,
+    live: torch.Tensor,
+    reloaded: torch.Tensor,
+    base: torch.Tensor,
+    problems: list[str],
+    num_tensors: int,
+    answers: list[dict[str, Any]],
+) -> Verification:
+    """Good means: whole, as the live model, and not as the base."""
+    from_live, from_base = _difference(reloaded, live), _difference(reloaded, base)
+    tolerance = RELATIVE_TOLERANCE * max(1.0, float(live.abs().max()))
+    if not from_live <= tolerance:  # also true for nan
+        problems = [*problems, f"logits differ from the live model by {from_live:.3g}, more than {tolerance:.3g}"]
+    if not from_base > from_live:
+        problems = [*problems, f"logits differ from the base by only {from_base:.3g}"]
+    message = "; ".join(problems) or f"reloaded: {from_live:.3g} from the live model, {from_base:.3g} from the base"
+    return Verification(
+        ok=not problems,
+        message=message,
+        max_difference_from_live=from_live,
+        max_difference_from_base=from_base,
+        tolerance=tolerance,
+        num_tensors=num_tensors,
+        answers=answers,
+    )
+
+
+def _load_tuned(
+    base: PreTrainedModel, artifact: Path, spec: TrainingSpec, device_map: str | None
+) -> tuple[PreTrainedModel | PeftModel, list[str]]:
+    if spec.adapter.type == "full":
+        full = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32, device_map=device_map)
+        return full.eval(), []
+    tuned = PeftModel.from_pretrained(base, artifact).float().eval()
+    expected, found = set(get_peft_model_state_dict(tuned)), {name for name, _ in _tensors(artifact)}
+    return tuned, [f"{name} is missing" for name in sorted(expected - found)] + [
+        f"{name} is not part of the adapter" for name in sorted(found - expected)
+    ]
+
+
+def _logits(model: PreTrainedModel | PeftModel, input_ids: torch.Tensor) -> torch.Tensor:
+    ids = input_ids.to(model.device)
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return logits.float().cpu()
+
+
+def _answers(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: TrainingSpec) -> Answers:
+    return [_answer(model, tokenizer, messages, spec.evaluation.max_new_tokens) for messages in spec.evaluation.prompts]
+
+
+def _answer(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], max_new_tokens: int
+) -> str:
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = inputs.to(model.device)
+    with torch.no_grad():
+        output = model.generate(
+            **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, use_cache=True
+        )
+    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answer.strip()
+
+
+def _tensors(artifact: Path) -> Any:
+    """Every tensor of the artifact's safetensors files, one at a time."""
+    for path in sorted(artifact.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).abs().max())
+
+
+def main() -> None:
+    workspace, folder = Workspace(Path(sys.argv[1]).resolve()), Path(sys.argv[2]).resolve()
+    write_json(workspace.verification, verify(workspace, folder))
+
+
+if __name__ == "__main__":
+    main()
