@@ -1,4 +1,7 @@
-"""Who is calling: `Authorization: Bearer <key>` names the project whose objects a request sees."""
+"""Who is calling, and how much may they send: both are settled before a byte of the body is stored.
+
+`Authorization: Bearer <key>` names the project whose objects a request sees.
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -8,6 +11,8 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import Message, Receive
 
 from app import db
 from app.config import get_settings
@@ -17,15 +22,22 @@ from app.keys import service
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 
 
+MAX_BODY_BYTES = 8 * 1024**2  # of anything but an upload: a spec with its longest chat template and prompts fits well
+
+
 class KeyedRoute(APIRoute):
-    """A route for callers with a key. It is checked before the body is read: nobody without one makes us store anything."""
+    """A route for callers with a key. FastAPI reads bodies before dependencies run, so the key is not one of them."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        return MAX_BODY_BYTES
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_with_key(request: Request) -> Response:
             request.state.project_id = await run_in_threadpool(_authenticate, request.headers)
-            return await handle(request)
+            return await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
 
         return handle_with_key
 
@@ -36,6 +48,23 @@ async def _project_id(request: Request, _documented: Annotated[object, Depends(_
 
 
 ProjectId = Annotated[str, Depends(_project_id)]
+
+
+def _limited(request: Request, limit: int) -> Receive:
+    """The request's body, cut off with 413 where it passes the limit: at once if it says its length."""
+    length, received = request.headers.get("content-length", ""), 0
+    announced = int(length) if length.isdecimal() else 0
+
+    async def receive() -> Message:
+        nonlocal received
+        message = await request.receive() if announced <= limit else {}
+        received += len(message.get("body", b""))
+        if max(announced, received) > limit:
+            # Not one of our errors: FastAPI lets only this class through from where it reads a body.
+            raise HTTPException(413, f"The body is larger than {limit} bytes.")
+        return message
+
+    return receive
 
 
 def _authenticate(headers: Headers) -> str:

@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from app import health, log, validation
-from app.config import get_settings
 from app.errors import InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
@@ -21,8 +20,6 @@ DESCRIPTION = """
 OpenAI's fine-tuning API on your own machines and open weights: point the official `openai` SDK at `/v1`.
 Fields that OpenAI does not have stand beside its own; a job's are in `spec`.
 """
-MAX_BODY_BYTES = 8 * 1024**2  # of anything but an upload: a spec with its longest chat template and prompts fits well
-MULTIPART_OVERHEAD_BYTES = 64 * 1024  # boundaries and the fields beside the file
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,9 +40,8 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    app.include_router(files.router, max_body_size=get_settings().max_upload_bytes + MULTIPART_OVERHEAD_BYTES)
-    for router in (jobs.streams, jobs.router, models.router, nodes.router, health.router):
-        app.include_router(router, max_body_size=MAX_BODY_BYTES)
+    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, health.router):
+        app.include_router(router)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -78,7 +74,6 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     message = {
         404: f"There is no {request.url.path} here.",
         405: f"{request.method} is not possible at {request.url.path}.",
-        413: "The body is larger than allowed here.",
     }.get(status, str(error.detail))
     content = {
         "message": message,

@@ -33,6 +33,11 @@ class Live:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def postgres_server() -> Iterator[servers.Postgres]:
     with servers.postgres() as server:
         yield server
@@ -107,16 +112,20 @@ def api_server(
 def live(api_server: servers.Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """The running service for a new project."""
     for _ in _configured(monkeypatch, dict(api_server.environment), None):
-        with db.write() as session:
-            project = keys.create_project(session, f"test {uuid4().hex}")
-            key = keys.create_key(session, project.id, "test")
-        yield Live(api_server.url, project.id, key)
+        yield Live(api_server.url, *_new_project())
 
 
 @pytest.fixture
 def client(live: Live) -> Iterator[OpenAI]:
     """The official SDK, as anybody uses it."""
     with OpenAI(base_url=f"{live.url}/v1", api_key=live.api_key) as sdk:
+        yield sdk
+
+
+@pytest.fixture
+def other(live: Live) -> Iterator[OpenAI]:
+    """The SDK with the key of another project."""
+    with OpenAI(base_url=f"{live.url}/v1", api_key=_new_project()[1]) as sdk:
         yield sdk
 
 
@@ -130,6 +139,13 @@ def http(live: Live) -> Iterator[httpx2.Client]:
     """Plain HTTP with the key, for what the SDK has no call for."""
     with httpx2.Client(base_url=live.url, headers=live.headers, timeout=60) as plain:
         yield plain
+
+
+def _new_project() -> tuple[str, str]:
+    """The id of a new project, and a key for it."""
+    with db.write() as session:
+        project = keys.create_project(session, f"test {uuid4().hex}")
+        return project.id, keys.create_key(session, project.id, "test")
 
 
 def _database(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:

