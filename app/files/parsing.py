@@ -94,7 +94,7 @@ def _parse_lines(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
         if isinstance(text, Problem):
             yield text
         elif text.strip(WHITESPACE):
-            yield _parse_line(text, number)
+            yield _parse_line(text.rstrip(WHITESPACE), number)
 
 
 def _parse_line(text: str, number: int) -> Parsed | Problem:
@@ -168,9 +168,9 @@ class _ArrayText:
             try:
                 value, end = _DECODER.raw_decode(self.buffer, self.position)
             except json.JSONDecodeError as error:
-                length = len(self.buffer) - self.position
+                length, behind = len(self.buffer) - self.position, error.pos - self.position
                 if length > MAX_ROW_BYTES or not self._more(max(BLOCK_BYTES, length)):
-                    self.position = error.pos
+                    self.position += behind
                     self._count()
                     raise _Broken(_bad_json(error.msg, self.line, self.column)) from None
             except _REFUSED as error:
