@@ -8,6 +8,22 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+
+class ErrorOut(BaseModel):
+    """What went wrong. `param` is the dotted path of the field; `code` is stable, messages may change."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(BaseModel):
+    """Every response that is not a success."""
+
+    error: ErrorOut
+
+
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 MAX_ERRORS = 20
 

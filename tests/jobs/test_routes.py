@@ -120,6 +120,12 @@ class TestListJobs:
         factories.create_job(live.project_id)
         assert [job.id for job in (*page.data, *page.get_next_page().data)] == made[::-1]
 
+    def test_jobs_of_one_moment_are_each_listed_once(self, client: OpenAI, live: Live) -> None:
+        made = {factories.create_job(live.project_id, created_at=1.0) for _ in range(5)}
+        listed = [job.id for job in client.fine_tuning.jobs.list(limit=2)]
+        assert set(listed) == made
+        assert len(listed) == 5
+
     def test_metadata_chooses(self, client: OpenAI, live: Live) -> None:
         wanted = factories.create_job(live.project_id, job_metadata={"team": "x", "run": "1"})
         factories.create_job(live.project_id, job_metadata={"team": "y"})
