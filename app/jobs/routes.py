@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from app import downloads, storage
+from app import db, downloads, storage
 from app.auth import KeyedRoute, ProjectId
 from app.dependencies import Read, Write
 from app.jobs import live, logs, queries, service
@@ -63,10 +63,11 @@ def retrieve_job(job_id: str, project_id: ProjectId, connection: Read, request: 
 
 
 @router.post("/{job_id}/cancel", summary="Cancel a job")
-def cancel_job(job_id: str, project_id: ProjectId, session: Write) -> JobOut:
-    """A queued job is cancelled at once; a running one stops within seconds and says `cancelling` until then."""
-    service.request_cancel(session, project_id, job_id)
-    return JobOut.of(queries.get_job(session, project_id, job_id))
+def cancel_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """A queued job is cancelled at once; a running one saves and stops, and says `cancelling` until it has."""
+    service.cancel_job(project_id, job_id)
+    with db.read() as connection:  # only now: nothing is held while the job stops
+        return JobOut.of(queries.get_job(connection, project_id, job_id))
 
 
 @streams.get("/{job_id}/events", response_class=EventSourceResponse)

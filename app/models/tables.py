@@ -4,6 +4,8 @@ from sqlalchemy import ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
+from app.jobs.tables import Job
+from app.keys.tables import Project
 
 
 class FineTunedModel(Base):
@@ -14,8 +16,8 @@ class FineTunedModel(Base):
 
     id: Mapped[str] = mapped_column(String(512), primary_key=True)
     """`ft:<base>:<owner>:<suffix>:<job>`."""
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey(Project.id))
+    job_id: Mapped[str] = mapped_column(ForeignKey(Job.id))
     base_model: Mapped[str] = mapped_column(String(512))
     created_at: Mapped[float] = mapped_column(default=now())
     deleted_at: Mapped[float | None]

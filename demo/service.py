@@ -1,0 +1,111 @@
+"""The service the demo runs on: `tuneyard up` as a child, which ends when the demo does, however that ends."""
+
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 90.0
+# `up` gives a running job its grace period to save and stop; past this it is not coming back.
+STOP_TIMEOUT_S = 120.0
+_PR_SET_PDEATHSIG = 1
+
+
+class CannotStart(Exception):
+    """The service did not start; the message says why, in the service's own words."""
+
+
+@dataclass
+class Service:
+    """A running `tuneyard up`."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    data_dir: Path
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def key_file(self) -> Path:
+        return self.data_dir / "api-key"
+
+    @property
+    def key(self) -> str:
+        return self.key_file.read_text(encoding="utf-8").strip()
+
+    def wait_until_ready(self) -> None:
+        """Return when the service can take jobs; CannotStart when it ended or took too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise CannotStart(self._last_words())
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Stop it and all it started; returns when they are gone."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == 200 and self.key_file.exists()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _last_words(self) -> str:
+        self.stop()
+        assert self.process.stdout is not None
+        said = self.process.stdout.read().decode("utf-8", "replace").strip().splitlines()
+        return said[-1] if said else "the service did not start."
+
+
+def start(data_dir: Path, models: Path, port: int) -> Service:
+    """Start the service; jobs may name base models below `models`."""
+    command = [sys.executable, "-m", "app.cli", "up", "--port", str(port), "--data-dir", str(data_dir)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"TUNEYARD_MODEL_ROOTS": json.dumps([str(models.resolve())])},
+        start_new_session=True,  # a Ctrl-C reaches the demo only, which then stops the service in order
+        preexec_fn=_stop_with_parent,
+    )
+    return Service(process, port, data_dir)
+
+
+def free_port(wanted: int) -> int:
+    """The wanted port, or one that is free where it is taken."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise CannotStart("No port is free on this machine.")
+
+
+def _stop_with_parent() -> None:
+    """Let the kernel send SIGTERM to the service if the demo is killed (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
