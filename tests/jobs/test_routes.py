@@ -104,6 +104,11 @@ class TestCreateJob:
         assert error["param"] == param
         assert words in error["message"]
 
+    def test_a_bottomless_value_is_refused(self, http: httpx2.Client) -> None:
+        content = '{"spec": {"evaluation": {"prompts": ' + "[" * 500 + "]" * 500 + "}}}"
+        answer = http.post(JOBS, content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (422, "spec")
+
     def test_all_faults_are_listed_beside_the_first(self, http: httpx2.Client) -> None:
         error = http.post(JOBS, json={"seed": -1, "suffix": ""}).json()["error"]
         assert [fault["param"] for fault in error["errors"]] == ["model", "training_file", "suffix", "seed"]
@@ -133,6 +138,10 @@ class TestListJobs:
         assert [job.id for job in client.fine_tuning.jobs.list(metadata={"team": "x"})] == [wanted]
         assert [job.id for job in client.fine_tuning.jobs.list(metadata={"team": "x", "run": "2"})] == []
         assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": "null"})] == [without]
+
+    def test_a_filter_no_metadata_can_match_is_refused(self, http: httpx2.Client) -> None:
+        answer = http.get(f"{JOBS}?metadata[%00]=x")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
 
     def test_another_projects_jobs_are_not_seen(self, client: OpenAI, other: OpenAI, live: Live) -> None:
         factories.create_job(live.project_id)
