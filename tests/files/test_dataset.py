@@ -28,7 +28,7 @@ def only_problem(content: bytes, filename: str = "a.jsonl") -> parsing.Problem:
     return report.problems[0]
 
 
-def chat(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
+def chat(*messages: Any, **columns: Any) -> dict[str, Any]:
     return {"messages": list(messages), **columns}
 
 
