@@ -71,7 +71,7 @@ def make_workspace(tmp_path: Path) -> MakeWorkspace:
         name: str, model: Path, /, *, rows: list[dict[str, Any]] | None = None, ranks: int = 1, **sections: Any
     ) -> Workspace:
         workspace = Workspace(tmp_path / name)
-        spec = {
+        spec: dict[str, Any] = {
             "model": {"name_or_path": str(model), "dtype": "float32"},
             "resources": {"accelerator": "cpu"},
             "parallelism": {"nproc_per_node": ranks},
@@ -96,7 +96,9 @@ def run_here() -> Iterator[Callable[[Workspace], Trainer]]:
     def run_trainer(workspace: Workspace) -> Trainer:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        return train(workspace)
+        trainer = train(workspace)
+        assert trainer is not None
+        return trainer
 
     yield run_trainer
     signal.signal(signal.SIGTERM, handler)

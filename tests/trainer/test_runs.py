@@ -113,7 +113,7 @@ class TestLearning:
 class TestNotANumber:
     @pytest.fixture
     def broken_at_step_3(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = Trainer.compute_loss
+        original: Any = Trainer.compute_loss
 
         def compute_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
             loss = original(self, *args, **kwargs)
