@@ -175,12 +175,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the reload of the exported files showed. Differences are over the probe's logits in fp32."""
+    """What the reload of the exported files showed. Differences are over the probe's logits in fp32; None: not finite."""
 
     ok: bool
     message: str
-    max_difference_from_live: float
-    max_difference_from_base: float
+    max_difference_from_live: float | None
+    max_difference_from_base: float | None
     tolerance: float
     num_tensors: int
     answers: list[dict[str, Any]] = field(default_factory=list)

@@ -92,7 +92,10 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], target: Pa
     config = model.peft_config[ADAPTER]
     config.inference_mode = True
     config.save_pretrained(str(target))
-    model.get_base_model().generation_config.save_pretrained(target)
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    assert base.generation_config is not None
+    base.generation_config.save_pretrained(target)
     named = {name.replace(f".{ADAPTER}.", "."): value.contiguous() for name, value in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
