@@ -132,9 +132,7 @@ def test_the_same_workspace_by_hand_gives_the_same_losses(service: Service, mode
     assert [line["values"]["loss"] for line in lines if "loss" in line["values"]] == _losses(service, job.id)
 
 
-def test_a_downloaded_adapter_works_in_plain_peft(
-    service: Service, models: Path, training_file: str, tmp_path: Path
-) -> None:
+def test_a_downloaded_adapter_works_in_plain_peft(service: Service, models: Path, training_file: str, tmp_path: Path) -> None:
     job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
     _download(service, job.id, "adapter/", tmp_path)
     script = f"""
@@ -203,9 +201,7 @@ def test_a_target_that_matches_nothing_fails_the_job_by_name(service: Service, m
     assert "no_such_proj" in job.error.message
 
 
-def test_killing_api_and_workers_changes_nothing_for_a_running_job(
-    service: Service, models: Path, training_file: str
-) -> None:
+def test_killing_api_and_workers_changes_nothing_for_a_running_job(service: Service, models: Path, training_file: str) -> None:
     spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}}
     job = service.create_job(models / "tiny-llama", training_file, spec)
     service.wait_for_step(job.id, 3)
