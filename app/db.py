@@ -18,7 +18,8 @@ from sqlalchemy.sql.functions import FunctionElement
 from app.config import get_settings
 
 READ_ONLY = {"tuneyard_read_only": True}
-Json = JSON().with_variant(JSONB(), "postgresql")
+# None is SQL NULL, never JSON's null: `IS NULL` finds it.
+Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 
 
 class Base(DeclarativeBase):
@@ -86,7 +87,7 @@ def read() -> Iterator[Connection]:
 
 
 def _sqlite_connect(connection: DBAPIConnection, _record: object) -> None:
-    connection.isolation_level = None  # type: ignore[attr-defined] # the driver must not begin transactions of its own
+    connection.isolation_level = None  # the driver must not begin transactions of its own
     cursor = connection.cursor()
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=5000", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {pragma}")

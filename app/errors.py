@@ -3,8 +3,10 @@
 TuneyardError           400 invalid_request_error
 |- InvalidRequest       400
 |- Unauthenticated      401
+|- Forbidden            403
 |- NotFound             404
 |- Conflict             409, never retried by the SDK
+|- TooLarge             413
 `- Unavailable          503, with Retry-After
 """
 
@@ -48,6 +50,13 @@ class Unauthenticated(TuneyardError):
         return {"WWW-Authenticate": "Bearer"}
 
 
+class Forbidden(TuneyardError):
+    """The key is valid, but this is not allowed to it."""
+
+    status = 403
+    type = "permission_error"
+
+
 class NotFound(TuneyardError):
     """No such object for this project."""
 
@@ -65,6 +74,12 @@ class Conflict(TuneyardError):
     def headers(self) -> dict[str, str]:
         # The SDK repeats a 409 twice unless told not to.
         return {"x-should-retry": "false"}
+
+
+class TooLarge(TuneyardError):
+    """More bytes than an operator allows."""
+
+    status = 413
 
 
 class Unavailable(TuneyardError):

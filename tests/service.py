@@ -34,7 +34,7 @@ class Service:
     def start(self) -> None:
         """Start and wait until it says that it is ready."""
         command = [sys.executable, "-m", "app.cli", "up", "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        with (self.data_dir.parent / f"{self.data_dir.name}.out").open("ab") as out:
+        with self.out.open("ab") as out:
             self.process = subprocess.Popen(command, env=os.environ | self.environment, stdout=out, stderr=out)
         wait_until(self._is_ready, "the service is ready", 60)
 
@@ -47,6 +47,11 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(signum)
         return self.process.wait(PATIENCE_S)
+
+    @property
+    def out(self) -> Path:
+        """What it printed."""
+        return self.data_dir.with_suffix(".out")
 
     @property
     def key(self) -> str:
@@ -95,9 +100,9 @@ class Service:
 
     def _is_ready(self) -> bool:
         assert self.process is not None
-        assert self.process.poll() is None, (self.data_dir.parent / f"{self.data_dir.name}.out").read_text()
+        assert self.process.poll() is None, self.out.read_text()
         with contextlib.suppress(OSError):
-            return "ready at" in (self.data_dir.parent / f"{self.data_dir.name}.out").read_text()
+            return "ready at" in self.out.read_text()
         return False
 
 

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from openai import ConflictError
 
-from tests import tiny
+from tests import servers, tiny
 from tests.service import Service, processes_of, running, wait_until
 
 pytestmark = pytest.mark.slow
@@ -50,9 +50,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
     """The embedded service, and the same code on PostgreSQL and a Valkey of its own."""
     environment = {"TUNEYARD_MODEL_ROOTS": json.dumps([str(models)]), "TUNEYARD_NODE_CPU_SLOTS": "2"}
-    if request.param == "postgresql":
-        environment |= request.getfixturevalue("external_servers")
-    with running(tmp_path_factory.mktemp("service") / "data", **environment) as service:
+    folder = tmp_path_factory.mktemp("service")
+    if request.param == "sqlite":
+        with running(folder / "data", **environment) as service:
+            yield service
+        return
+    server: servers.Postgres = request.getfixturevalue("postgres_server")
+    urls = {"TUNEYARD_DATABASE_URL": server.create_database()}
+    with servers.valkey() as broker, running(folder / "data", **environment, **urls, TUNEYARD_BROKER_URL=broker) as service:
         yield service
 
 
@@ -79,7 +84,8 @@ def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, models: Path,
     messages = [event.message for event in reversed(events)]
     assert messages[0] == f"Created fine-tuning job: {job.id}"
     assert f"New fine-tuned model created: {job.fine_tuned_model}" in messages
-    assert len([event for event in events if event.type == "metrics" and "train_loss" in (event.data or {})]) == 8
+    figures = [event.data for event in events if event.type == "metrics" and isinstance(event.data, dict)]
+    assert len([data for data in figures if "train_loss" in data]) == 8
 
     table = list(csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).text)))
     assert [int(row["step"]) for row in table] == list(range(1, 9))
@@ -163,7 +169,7 @@ def test_a_validation_file_gives_an_evaluation_loss(service: Service, models: Pa
     job = service.wait_for_end(created.id)
     assert job.status == "succeeded", job.error
     events = service.client.fine_tuning.jobs.list_events(job.id, limit=100).data
-    assert [event for event in events if "valid_loss" in (event.data if isinstance(event.data, dict) else {})]
+    assert [event for event in events if isinstance(event.data, dict) and "valid_loss" in event.data]
 
 
 def test_cancelling_a_running_job_leaves_no_process(service: Service, models: Path, training_file: str) -> None:
@@ -262,7 +268,7 @@ def _losses(service: Service, job_id: str) -> list[float]:
     """The training loss of every step, from the metrics route."""
     response = service.client.get(f"/fine_tuning/jobs/{job_id}/metrics?max_points=1000", cast_to=object)
     assert isinstance(response, dict)
-    losses = response["columns"]["loss"]
+    losses: list[float] = response["columns"]["loss"]
     assert all(loss is not None for loss in losses)
     return losses
 
@@ -284,25 +290,12 @@ def _download(service: Service, job_id: str, prefix: str, folder: Path) -> None:
         if artifact["name"].startswith(prefix):
             path = folder / artifact["name"]
             path.parent.mkdir(parents=True, exist_ok=True)
-            url = f"/fine_tuning/jobs/{job_id}/artifacts/{artifact['name']}/content"
-            with service.client.with_streaming_response.get(url, cast_to=bytes) as response, path.open("wb") as file:
-                shutil.copyfileobj(_Reader(response.iter_bytes()), file)
-
-
-class _Reader:
-    """A file over chunks of bytes."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-
-    def read(self, _size: int = -1) -> bytes:
-        return next(self._chunks, b"")
+            url = f"{service.url}/fine_tuning/jobs/{job_id}/artifacts/{artifact['name']}/content"
+            path.write_bytes(httpx2.get(url, headers={"Authorization": f"Bearer {service.key}"}).raise_for_status().content)
 
 
 def _answers(service: Service) -> bool:
-    import httpx
-
     try:
-        return httpx.get(f"http://127.0.0.1:{service.port}/healthz").status_code == 200
-    except httpx.HTTPError:
+        return httpx2.get(f"http://127.0.0.1:{service.port}/healthz").status_code == 200
+    except httpx2.HTTPError:
         return False

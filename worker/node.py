@@ -119,7 +119,7 @@ def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
 def _disk_free() -> int:
     folder = get_settings().resolved_workspace_dir
     folder.mkdir(parents=True, exist_ok=True)
-    return psutil.disk_usage(str(folder)).free
+    return int(psutil.disk_usage(str(folder)).free)
 
 
 def _version(name: str) -> str | None:

@@ -28,7 +28,7 @@ from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from worker import launch, prepare, publish
 from worker.failures import JobFailed, failure_of
-from worker.heartbeat import Heartbeat, Stopped
+from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.reporter import Reporter
 from worker.workspace import Result, Run, StopRequest, Workspace, read_json, write_json
 
@@ -69,7 +69,7 @@ def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat:
     """Do the work; whatever happens becomes the one way the attempt ends."""
     try:
         outcome = publish.finished_before(run) or _work(run, placement, workspace, heartbeat)
-        return partial(attempts.succeed, job_id=run.job_id, attempt=run.attempt, outcome=outcome)
+        return lambda session: attempts.succeed(session, run.job_id, run.attempt, outcome)
     except Stopped as stopped:
         return _end_of_stop(run, stopped.reason)
     except JobFailed as error:
@@ -86,6 +86,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     heartbeat.limit_to(spec.resources.time_limit_s)
     run = prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
     reporter = Reporter(workspace, run, job, spec.checkpoints.keep)
+    heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids)
         _follow(process, run, workspace, heartbeat, reporter)
@@ -139,27 +140,29 @@ def _load_job(run: Run) -> Job:
     return job
 
 
-def _end_of_stop(run: Run, reason: str) -> End:
-    ids = {"job_id": run.job_id, "attempt": run.attempt}
+def _end_of_stop(run: Run, reason: Reason) -> End:
     match reason:
         case "cancel":
-            return partial(attempts.cancel, **ids)
+            return lambda session: attempts.cancel(session, run.job_id, run.attempt)
         case "time_limit":
-            message = "The job reached spec.resources.time_limit_s. Set a longer limit, or continue from its last checkpoint."
+            message = "The job reached spec.resources.time_limit_s: set a longer limit."
             return _failing(run, JobFailed("time_limit_exceeded", message, "spec.resources.time_limit_s"))
         case "shutdown":
-            return partial(attempts.lose, **ids, why="The node is shutting down", counts=False)
+            return _losing(run, "The node is shutting down", counts=False)
         case "unreachable":
-            return partial(attempts.lose, **ids, why="The node could not reach the database for too long")
+            return _losing(run, "The node could not reach the database for too long")
         case "crashed":
-            return partial(attempts.lose, **ids, why="A training process was killed")
-        case _:
+            return _losing(run, "A training process was killed")
+        case "lost":
             return lambda session: False
 
 
+def _losing(run: Run, why: str, *, counts: bool = True) -> End:
+    return lambda session: attempts.lose(session, run.job_id, run.attempt, why, counts=counts)
+
+
 def _failing(run: Run, error: JobFailed) -> End:
-    ids = {"job_id": run.job_id, "attempt": run.attempt}
-    return partial(attempts.fail, **ids, code=error.code, message=error.message, param=error.param)
+    return lambda session: attempts.fail(session, run.job_id, run.attempt, error.code, error.message, error.param)
 
 
 def _write_end(end: End) -> None:

@@ -114,7 +114,7 @@ class Run:
 class StopRequest:
     """Why the trainer should save and stop at the end of its step."""
 
-    reason: Literal["cancel", "time_limit", "shutdown"]
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from sqlalchemy import BigInteger, ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
+from app.keys.tables import Project
 
 
 class File(Base):
@@ -13,7 +14,7 @@ class File(Base):
     __table_args__ = (Index("ix_files_project_created", "project_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey(Project.id))
     filename: Mapped[str] = mapped_column(String(1024))
     purpose: Mapped[str] = mapped_column(String(32))
     bytes: Mapped[int] = mapped_column(BigInteger)

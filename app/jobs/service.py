@@ -1,12 +1,13 @@
 """Jobs as users see them: create, cancel, look up. Here the API's words become a TrainingSpec."""
 
 import secrets
+import time
 from typing import Any
 
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from app import queue
+from app import db, queue
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.ids import new_id
@@ -20,6 +21,9 @@ from app.nodes import service as nodes
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
+# OpenAI's cancel answers `cancelled`. A running job needs a heartbeat and the rest of its step for that; most are done in 5 s.
+CANCEL_PATIENCE_S = 5.0
+CANCEL_POLL_S = 0.1
 
 
 def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
@@ -59,26 +63,33 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     return job
 
 
-def request_cancel(session: Session, project_id: str, job_id: str) -> Status:
-    """End a waiting job at once; ask a running one to save and stop. Again on a cancelled job: nothing changes.
+def cancel_job(project_id: str, job_id: str) -> None:
+    """End a waiting job at once; let a running one save and stop, and wait a little so that the answer says `cancelled`.
 
-    Raises NotFound, and Conflict for a job that ended otherwise.
+    Raises NotFound, and Conflict for a job that ended otherwise. Again on a cancelled job: nothing changes.
     """
+    with db.write() as session:
+        status = _request_cancel(session, project_id, job_id)
+    deadline = time.monotonic() + CANCEL_PATIENCE_S
+    while status not in TERMINAL and time.monotonic() < deadline:
+        time.sleep(CANCEL_POLL_S)
+        with db.read() as connection:
+            status = connection.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+
+
+def _request_cancel(session: Session, project_id: str, job_id: str) -> str:
     job = get_job(session, project_id, job_id)
-    if job.status == Status.CANCELLED:
-        return Status.CANCELLED
-    if job.status in TERMINAL:
-        raise Conflict(
-            f"Job {job_id} has already {job.status}: only a queued or running job can be cancelled.", code="job_ended"
-        )
     if job.status == Status.QUEUED:
         told = NewEvent("Fine-tuning job cancelled")
         switch_status(session, job_id, Status.CANCELLED, told, Job.status == Status.QUEUED, finished_at=now())
         nodes.release(session, job_id, job.attempt)
         return Status.CANCELLED
-    if job.cancel_requested_at is None:
+    if job.status in TERMINAL - {Status.CANCELLED}:
+        message = f"Job {job_id} has already {job.status}: only a queued or running job can be cancelled."
+        raise Conflict(message, code="job_ended")
+    if job.status == Status.RUNNING and job.cancel_requested_at is None:
         events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
-    return Status(job.status)
+    return job.status
 
 
 def get_job(session: Session, project_id: str, job_id: str) -> Job:

@@ -6,6 +6,7 @@ from sqlalchemy import BigInteger, ForeignKey, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
+from app.keys.tables import Project
 
 
 class Job(Base):
@@ -18,7 +19,7 @@ class Job(Base):
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey(Project.id))
     status: Mapped[str] = mapped_column(String(24))
     model: Mapped[str] = mapped_column(String(512))
     training_file: Mapped[str] = mapped_column(String(1024))

@@ -1,24 +1,23 @@
-"""Fine-tuned models: names for the weights that jobs made."""
+"""Fine-tuned models: names for the weights that jobs made. Checkpoints have names, too; they live with their job."""
 
 from sqlalchemy import ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
+from app.jobs.tables import Job
+from app.keys.tables import Project
 
 
 class FineTunedModel(Base):
-    """A finished model or a usable checkpoint of one; its files lie in storage under `storage_key`."""
+    """A finished model; its files are the artifacts of its job."""
 
     __tablename__ = "models"
     __table_args__ = (Index("ix_models_project_created", "project_id", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(String(512), primary_key=True)
-    """`ft:<base>:<owner>:<suffix>:<job>`, for checkpoints with `:ckpt-step-<N>` behind."""
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    """`ft:<base>:<owner>:<suffix>:<job>`."""
+    project_id: Mapped[str] = mapped_column(ForeignKey(Project.id))
+    job_id: Mapped[str] = mapped_column(ForeignKey(Job.id))
     base_model: Mapped[str] = mapped_column(String(512))
-    storage_key: Mapped[str] = mapped_column(String(1024))
-    step: Mapped[int | None]
-    """The checkpoint's step; None for the finished model."""
     created_at: Mapped[float] = mapped_column(default=now())
     deleted_at: Mapped[float | None]

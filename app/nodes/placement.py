@@ -21,8 +21,8 @@ from app.nodes.tables import Node, Placement
 
 log = logging.getLogger(__name__)
 
-# Seconds after which an unclaimed placement's wake-up is taken for lost and sent again.
-RESEND_AFTER_S = 5.0
+# Seconds after which an unclaimed placement's wake-up is taken for lost and sent again; a supervisor needs 1 to 3 to start.
+RESEND_EVERY_S = 10.0
 
 
 def place_all() -> int:
@@ -103,7 +103,7 @@ def resend_lost_launches() -> None:
         for placement, seconds in session.execute(select(Placement, age).where(Placement.state == "placed")).all():
             if seconds > get_settings().lease_s:
                 nodes.release(session, placement.job_id, placement.attempt)
-            elif seconds > RESEND_AFTER_S:
+            elif seconds > RESEND_EVERY_S and seconds % RESEND_EVERY_S < queue.TICK_S:
                 target = queue.node_queue(placement.node_id)
                 queue.send_after_commit(
                     session, "launch", placement.job_id, placement.attempt, placement.node_rank, queue=target

@@ -6,6 +6,7 @@ from sqlalchemy import CheckConstraint, ForeignKey, Index, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
+from app.jobs.tables import Job
 
 
 class Node(Base):
@@ -34,7 +35,7 @@ class Placement(Base):
     __tablename__ = "placements"
     __table_args__ = (Index("ix_placements_node_state", "node_id", "state"),)
 
-    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey(Job.id), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)
     node_rank: Mapped[int] = mapped_column(primary_key=True)
     node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"))

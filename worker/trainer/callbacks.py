@@ -43,9 +43,8 @@ class Reporter(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._seen_at = time.monotonic()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs: dict[str, Any] = kwargs["logs"]
         values = {name: _finite(logs[name]) for name in METRICS | EVAL_METRICS if name in logs}
         if not values:
             return

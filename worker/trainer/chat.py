@@ -99,16 +99,13 @@ class ChatRenderer:
 
     def _render(self, messages: list[ChatMessage], tools: Any, **options: Any) -> tuple[str, list[Span]]:
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                tools=tools,
-                chat_template=self.template,
-                **options,
-                **self.tokenizer.special_tokens_map,
+            rendered: Any = render_jinja_template(
+                [messages], tools=tools, chat_template=self.template, **(options | self.tokenizer.special_tokens_map)
             )
         except (TemplateError, TypeError, KeyError, IndexError, ValueError) as error:
             raise RowError(f"the chat template cannot render this chat: {error}") from error
-        return texts[0], [(start, end) for start, end in spans[0]] if spans else []
+        (text,), spans = rendered
+        return text, [(start, end) for start, end in spans[0]] if spans else []
 
     def _up_to_end_token(self, text: str, span: Span) -> Span:
         """The model must learn to stop: a turn ends with its end token, and what the template writes after is not its own."""

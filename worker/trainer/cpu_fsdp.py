@@ -6,8 +6,8 @@ run, through the same code: only the state's first initialisation is helped, not
 
 from typing import Any
 
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 
 
 def allow_fsdp_on_cpu() -> None:

@@ -18,16 +18,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from app.jobs.spec import TrainingSpec
 from worker.trainer.callbacks import is_first_rank
+from worker.trainer.data import Data
 from worker.trainer.methods import Trainer, device
 from worker.trainer.model import load_base
 from worker.workspace import Workspace
 
 MAX_PROBE_TOKENS = 128
 READABLE = 0o644  # safetensors writes 0600, and another user serves the files
+ADAPTER = "default"  # the name that PEFT gives the only adapter; its files leave it out
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing puts into parameter names
 
 
-def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
     """Write the artifact and the probe."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     is_lora = spec.adapter.type == "lora"
@@ -42,20 +44,26 @@ def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer
         if is_lora and spec.export.merged:
             _save_merged(target, workspace.export / "merged", spec, tokenizer)
     del weights
-    _write_probe(trainer, model, workspace)
+    _write_probe(trainer, model, workspace, data)
 
 
 def full_weights(model: nn.Module, *, only_trained: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors by name on the first rank, nothing on the others."""
+    """Whole tensors by name on the first rank, nothing on the others. Tied weights are there once."""
+    frozen = {name for name, parameter in model.named_parameters() if only_trained and not parameter.requires_grad}
+    named = [*model.named_parameters(), *([] if only_trained else _saved_buffers(model))]
     weights = {}
-    wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad} if only_trained else None
-    for name, tensor in model.state_dict().items():
-        if wanted is not None and name not in wanted and name not in {key.replace(WRAPPER, "") for key in wanted}:
+    for name, tensor in named:
+        if name in frozen:
             continue
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if is_first_rank():
             weights[name.replace(WRAPPER, "")] = whole.detach().cpu()
     return weights
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    saved = model.state_dict().keys()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.replace(WRAPPER, "") in saved]
 
 
 def _round_to_exported_type(model: nn.Module, spec: TrainingSpec) -> None:
@@ -68,18 +76,30 @@ def _round_to_exported_type(model: nn.Module, spec: TrainingSpec) -> None:
 
 def _save(model: nn.Module, weights: dict[str, torch.Tensor], target: Path, spec: TrainingSpec) -> None:
     if isinstance(model, PeftModel):
-        model.save_pretrained(target, state_dict=weights)
+        _save_adapter(model, weights, target)
         return
     assert isinstance(model, PreTrainedModel)
     dtype = getattr(torch, spec.model.dtype)
     weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     model.config.dtype = dtype
+    model.config.use_cache = True  # off for training only
     model.save_pretrained(target, state_dict=weights, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
+
+
+def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], target: Path) -> None:
+    """As PEFT's own save would: it keeps nothing at all of a model whose layers are wrapped for activation checkpointing."""
+    target.mkdir(parents=True)
+    config = model.peft_config[ADAPTER]
+    config.inference_mode = True
+    config.save_pretrained(str(target))
+    model.get_base_model().generation_config.save_pretrained(target)
+    named = {name.replace(f".{ADAPTER}.", "."): value.contiguous() for name, value in weights.items()}
+    save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _save_merged(adapter: Path, target: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Base and adapter in one: from a fresh base, as the live one may be sharded."""
-    model = PeftModel.from_pretrained(load_base(spec), adapter).merge_and_unload()
+    model = PeftModel.from_pretrained(load_base(spec), str(adapter)).merge_and_unload()
     model.save_pretrained(target, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
     _finish_folder(target, spec, tokenizer)
 
@@ -107,9 +127,9 @@ def model_card(spec: TrainingSpec) -> str:
     )
 
 
-def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace) -> None:
+def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace, data: Data) -> None:
     """A real row and what the live model says to it, in float32: bfloat16 differs by more than any fault worth finding."""
-    row = torch.tensor([trainer.train_dataset[0]["input_ids"][:MAX_PROBE_TOKENS]])
+    row = torch.tensor([data.train[0]["input_ids"][:MAX_PROBE_TOKENS]])
     logits = live_logits(model, row.to(device(trainer)))
     if is_first_rank():
         tensors = {"input_ids": row, "logits": logits.float().cpu().contiguous()}
@@ -121,7 +141,7 @@ def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace) -> No
 def live_logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     """Logits of the trained model in float32. Changes the model's type: only for when training is over."""
     if "_original_forward" in model.__dict__:
-        model.forward = model._original_forward  # without accelerate's autocast
+        vars(model)["forward"] = vars(model)["_original_forward"]  # without accelerate's autocast
     _compute_in_float32(model)
     model.eval()
     with torch.no_grad():
@@ -137,9 +157,13 @@ def _compute_in_float32(model: nn.Module) -> None:
         model.float()
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True)
     for module in sharded:
+        module.reshard()
         state = module._get_fsdp_state()
         state._mp_policy = policy
         for group in state._fsdp_param_groups:
             group.mp_policy = policy
             for parameter in group.fsdp_params:
                 parameter.init_dtype_attrs(policy)
+                # The buffers of the last gather have the old type; without them new ones are made.
+                parameter.all_gather_outputs = []
+                vars(parameter).pop("_unsharded_param", None)

@@ -4,10 +4,11 @@ import math
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from app.jobs.spec import TrainingSpec
 from worker.trainer.cpu_fsdp import allow_fsdp_on_cpu
@@ -29,6 +30,7 @@ class Trainer(SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """TRL's count divides the loss, so ours is the very number of labels that were trained on, over all ranks."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
+        assert num_items is not None, "TRL counts the labels of every batch"
         self.num_trained_tokens += int(num_items)
         return batches, num_items
 

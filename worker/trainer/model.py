@@ -13,13 +13,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.utils.quantization_config import Mxfp4Config
 
 from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
 from worker.trainer.failures import TrainerError
@@ -190,7 +190,7 @@ def _unmatched(param: str, target: str, names: list[str]) -> TrainerError:
     return TrainerError("adapter_target_unmatched", message, param)
 
 
-def _kind(name: str, module: nn.Module) -> str:
+def _kind(name: str, module: LoraLayer) -> str:
     if isinstance(module, ParamWrapper):
         return "experts" if "experts" in name or "experts" in module.parameter_name else "parameters"
     if "attn" in name or "attention" in name:

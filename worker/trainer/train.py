@@ -51,7 +51,7 @@ def train(workspace: Workspace) -> Trainer:
     trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
 
     if not stopper.stopped:
-        export(trainer, workspace, spec, tokenizer)
+        export(trainer, workspace, spec, tokenizer, data)
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
     return trainer
@@ -65,15 +65,15 @@ def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: 
         log(workspace, f"{split}: {counts.rows_used} of {counts.rows_read} rows used", split=split, **vars(counts))
         for warning, times in counts.warnings.items():
             append_line(workspace.log, LogLine(f"{split}: {warning} ({times} times)", "warn", {"times": times}))
-    config = trainer.accelerator.unwrap_model(trainer.model).config
+    model = trainer.accelerator.unwrap_model(trainer.model)
     log(
         workspace,
         f"model {spec.model.name_or_path}",
-        attention=config._attn_implementation,
+        attention=model.config._attn_implementation,
         dtype=spec.model.dtype,
         packing=trainer.padding_free,
-        adapted=adapted_kinds(trainer.model),
-        trained_parameters=sum(value.numel() for value in trainer.model.parameters() if value.requires_grad),
+        adapted=adapted_kinds(model),
+        trained_parameters=sum(value.numel() for value in model.parameters() if value.requires_grad),
     )
     if checkpoint is not None:
         log(workspace, f"resumed from the checkpoint at step {checkpoint.step}", step=checkpoint.step)

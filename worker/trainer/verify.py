@@ -36,7 +36,7 @@ def verify(workspace: Workspace, folder: Path) -> Verification:
     tokenizer = AutoTokenizer.from_pretrained(artifact)
     device_map = "auto" if spec.resources.accelerator == "gpu" and torch.cuda.is_available() else None
 
-    base = load_base(spec, device_map=device_map).float().eval()
+    base = _for_comparison(load_base(spec, device_map=device_map))
     base_logits = _logits(base, probe["input_ids"])
     base_answers = _answers(base, tokenizer, spec)
     problems = check_files(artifact, is_lora=is_lora)
@@ -100,36 +100,39 @@ def _load_tuned(
 ) -> tuple[PreTrainedModel | PeftModel, list[str]]:
     if spec.adapter.type == "full":
         full = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32, device_map=device_map)
-        return full.eval(), []
-    tuned = PeftModel.from_pretrained(base, artifact).float().eval()
+        return _for_comparison(full), []
+    tuned = _for_comparison(PeftModel.from_pretrained(base, str(artifact)))
     expected, found = set(get_peft_model_state_dict(tuned)), {name for name, _ in _tensors(artifact)}
     return tuned, [f"{name} is missing" for name in sorted(expected - found)] + [
         f"{name} is not part of the adapter" for name in sorted(found - expected)
     ]
 
 
-def _logits(model: PreTrainedModel | PeftModel, input_ids: torch.Tensor) -> torch.Tensor:
+def _for_comparison(model: Any) -> Any:
+    """bfloat16 differs by more than any fault worth finding."""
+    return model.float().eval()
+
+
+def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     ids = input_ids.to(model.device)
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     return logits.float().cpu()
 
 
-def _answers(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, spec: TrainingSpec) -> Answers:
+def _answers(model: Any, tokenizer: PreTrainedTokenizerBase, spec: TrainingSpec) -> Answers:
     return [_answer(model, tokenizer, messages, spec.evaluation.max_new_tokens) for messages in spec.evaluation.prompts]
 
 
-def _answer(
-    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], max_new_tokens: int
-) -> str:
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+def _answer(model: Any, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], max_new_tokens: int) -> str:
+    inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     inputs = inputs.to(model.device)
     with torch.no_grad():
         output = model.generate(
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, use_cache=True
         )
-    answer: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answer.strip()
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return str(answer).strip()
 
 
 def _tensors(artifact: Path) -> Any:

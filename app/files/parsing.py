@@ -1,0 +1,260 @@
+"""Bytes to JSON objects, each with the physical line it begins on: JSON Lines, or one JSON array.
+
+Memory is bounded by the longest row, whatever the size of the file. A value is never changed on its way.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+MAX_ROW_BYTES = 64 * 1024**2  # the longest row seen in public data sets is a fifth of this
+MAX_PROBLEM_CHARACTERS = 300
+BLOCK_BYTES = 1 << 20
+SUPPORTED = "JSON Lines (one object per line) and a JSON array of objects, in UTF-8"
+SIGNATURES = {
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "Parquet",
+    b"\x1f\x8b": "gzip",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+SUFFIXES = {
+    "csv": "CSV",
+    "tsv": "TSV",
+    "parquet": "Parquet",
+    "zip": "a zip archive",
+    "gz": "gzip",
+    "tar": "a tar archive",
+    "xlsx": "a workbook",
+}
+WHITESPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a row, or the whole file, cannot be used, and where."""
+
+    code: str
+    message: str
+    line: int | None = None
+    column: int | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        where = [f"line {self.line}" if self.line else "", f"column {self.column}" if self.column else "", self.path or ""]
+        place = ", ".join(part for part in where if part)
+        return f"{place}: {self.message} ({self.code})" if place else f"{self.message} ({self.code})"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A JSON object as it stands in the file."""
+
+    line: int
+    value: dict[str, Any]
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+def parse(stream: IO[bytes], filename: str) -> Iterator[Parsed | Problem]:
+    """Every object of the file in order; a broken line is a Problem, and the lines after it are still read."""
+    head = stream.read(BLOCK_BYTES)
+    refused = _refuse_format(head, filename)
+    if refused is not None:
+        yield refused
+        return
+    stream.seek(0)
+    is_array = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    yield from _parse_array(stream) if is_array else _parse_lines(stream)
+
+
+def _refuse_format(head: bytes, filename: str) -> Problem | None:
+    extension = filename.rpartition(".")[2].lower() if "." in filename else ""
+    name = next((name for start, name in SIGNATURES.items() if head.startswith(start)), SUFFIXES.get(extension))
+    if name is None:
+        return None
+    return Problem("unsupported_format", f"The file is {name}, which is not read yet. Supported: {SUPPORTED}.")
+
+
+def _parse_lines(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
+    number = 0
+    while line := stream.readline(MAX_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MAX_ROW_BYTES:
+            yield Problem("row_too_large", f"The row is longer than {MAX_ROW_BYTES} bytes.", number)
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(MAX_ROW_BYTES)
+            continue
+        text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number)
+        if isinstance(text, Problem):
+            yield text
+        elif text.strip(WHITESPACE):
+            yield _parse_line(text.rstrip(WHITESPACE), number)
+
+
+def _parse_line(text: str, number: int) -> Parsed | Problem:
+    start = len(text) - len(text.lstrip(WHITESPACE))
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return _bad_json(error.msg, number, error.pos + 1)
+    except _REFUSED as error:
+        return _refused_value(error, number)
+    if text[end:].strip(WHITESPACE):
+        return _bad_json("more text after the object", number, end + 1)
+    return _object(value, text, number)
+
+
+def _parse_array(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
+    """The elements of a JSON array. Nothing can be read after a broken one: where the next begins is not known."""
+    text = _ArrayText(stream)
+    try:
+        text.expect("[")
+        if text.peek() == "]":
+            return
+        while True:
+            text.peek()
+            line = text.line
+            value, raw = text.element()
+            yield _object(value, raw, line)
+            if text.peek() == "]":
+                break
+            text.expect(",")
+        text.position += 1
+        if text.peek():
+            yield _bad_json("more text after the array", text.line, text.column)
+    except _Broken as broken:
+        yield broken.problem
+
+
+class _Broken(Exception):
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+class _ArrayText:
+    """The text of an array, read block by block; `position` is where reading stands in `buffer`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.buffer, self.position = "", 0
+        self.line, self.column = 1, 1
+        self.counted = 0
+
+    def peek(self) -> str:
+        """The next character that is not white space, "" at the end."""
+        while True:
+            self.position = _BLANK.match(self.buffer, self.position).end()  # type: ignore[union-attr] # matches anything
+            if self.position < len(self.buffer):
+                self._count()
+                return self.buffer[self.position]
+            if not self._more(BLOCK_BYTES):
+                return ""
+
+    def expect(self, character: str) -> None:
+        if self.peek() != character:
+            raise _Broken(_bad_json(f"expected `{character}`", self.line, self.column))
+        self.position += 1
+
+    def element(self) -> tuple[Any, str]:
+        """The value that begins here. It may be cut off by the end of the buffer: then read as much again and retry."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self.buffer, self.position)
+            except json.JSONDecodeError as error:
+                length, behind = len(self.buffer) - self.position, error.pos - self.position
+                if length > MAX_ROW_BYTES or not self._more(max(BLOCK_BYTES, length)):
+                    self.position += behind
+                    self._count()
+                    raise _Broken(_bad_json(error.msg, self.line, self.column)) from None
+            except _REFUSED as error:
+                raise _Broken(_refused_value(error, self.line)) from None
+            else:
+                raw, self.position = self.buffer[self.position : end], end
+                return value, raw
+
+    def _more(self, size: int) -> bool:
+        """Drop what was read and append the next `size` bytes; False where the file has ended."""
+        self._count()
+        block = self.stream.read(size)
+        try:
+            text = self.decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise _Broken(_bad_encoding(error, None)) from None
+        self.buffer, self.position, self.counted = self.buffer[self.position :] + text, 0, 0
+        return bool(block)
+
+    def _count(self) -> None:
+        newlines = self.buffer.count("\n", self.counted, self.position)
+        self.line += newlines
+        start = self.buffer.rfind("\n", self.counted, self.position) + 1 if newlines else self.counted
+        self.column = self.position - start + (1 if newlines else self.column)
+        self.counted = self.position
+
+
+def _object(value: Any, raw: str, line: int) -> Parsed | Problem:
+    if not isinstance(value, dict):
+        return Problem("row_not_object", f"A row must be a JSON object, this is {_json_name(value)}.", line)
+    if "\\ud" in raw.lower() and not _is_encodable(value):
+        return Problem("dataset_bad_unicode", "A text holds half of a surrogate pair (\\ud800 to \\udfff): no UTF-8 can.", line)
+    return Parsed(line, value)
+
+
+def _is_encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _decode(line: bytes, number: int) -> str | Problem:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        return _bad_encoding(error, number)
+
+
+def _bad_encoding(error: UnicodeDecodeError, line: int | None) -> Problem:
+    where = f" at byte {error.start + 1} of the line" if line else ""
+    return Problem("dataset_bad_encoding", f"Not UTF-8{where}: save the file as UTF-8.", line)
+
+
+def _bad_json(reason: str, line: int, column: int) -> Problem:
+    return Problem("dataset_bad_json", f"Not valid JSON: {reason}. Each line must hold one whole object.", line, column)
+
+
+def _refused_value(error: Exception, line: int) -> Problem:
+    if isinstance(error, _DuplicateKey):
+        return Problem("dataset_duplicate_key", f"The key `{error}` stands twice in one object.", line)
+    if isinstance(error, RecursionError):
+        return Problem("dataset_bad_json", "The row is nested too deeply.", line)
+    return Problem("dataset_bad_json", f"Not valid JSON: {str(error)[:MAX_PROBLEM_CHARACTERS]}.", line)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1)[:MAX_PROBLEM_CHARACTERS])
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _json_name(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+_REFUSED = (_DuplicateKey, ValueError, RecursionError)

@@ -1,0 +1,195 @@
+"""One row of training data: what it must hold to be learned from, and its canonical form."""
+
+import json
+from typing import Any
+
+Message = dict[str, Any]
+
+FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = {"role", "content", "thinking", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "weight"}
+THINKING_FIELDS = ("thinking", "reasoning_content", "reasoning")
+
+
+class Unusable(Exception):
+    """A row nothing should be learned from: `path` names the place in the row."""
+
+    def __init__(self, code: str, message: str, path: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.path = path
+
+
+def canonical(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as the trainer reads it; Unusable where it cannot teach what it seems to."""
+    if "messages" in row:
+        return _chat(row["messages"], row.get("tools"), "messages")
+    if "conversations" in row:
+        return _chat(_from_sharegpt(row), row.get("tools"), "conversations")
+    if "prompt" in row and "completion" in row:
+        return _prompt_completion(row["prompt"], row["completion"], row.get("tools"))
+    if "text" in row:
+        return {"text": _filled_text(row["text"], "text")}
+    keys = ", ".join(f"`{key[:40]}`" for key in list(row)[:8]) or "nothing"
+    raise Unusable("unknown_row_format", f"A row needs {FORMATS}; this one holds {keys}.")
+
+
+def kind(row: dict[str, Any]) -> str:
+    """Which of the canonical forms a row has."""
+    return next(key for key in ("messages", "prompt", "text") if key in row)
+
+
+def _chat(messages: Any, tools: Any, path: str) -> dict[str, Any]:
+    if not isinstance(messages, list) or not messages:
+        raise Unusable("no_messages", f"`{path}` must be a list of at least one message.", path)
+    cleaned = [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
+    _check_turns(cleaned, path)
+    if tools is None or tools == []:
+        return {"messages": cleaned}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("invalid_tools", "`tools` must be a list of objects.", "tools")
+    return {"messages": cleaned, "tools": tools}
+
+
+def _check_turns(messages: list[Message], path: str) -> None:
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise Unusable("no_assistant_turn", "No message is the assistant's: there is no answer to learn.", path)
+    if messages[-1]["role"] != "assistant":
+        last = f"{path}[{len(messages) - 1}]"
+        raise Unusable(
+            "last_turn_not_assistant", f"The last message is the {messages[-1]['role']}'s, not the assistant's.", last
+        )
+    if all(message.get("weight") == 0 for message in answers):
+        raise Unusable("no_trainable_turn", "Every answer of the assistant has weight 0.", path)
+
+
+def _message(message: Any, path: str) -> Message:
+    if not isinstance(message, dict):
+        raise Unusable("invalid_message", "A message must be an object with `role` and `content`.", path)
+    given = {key: value for key, value in message.items() if value is not None}
+    unknown = next((key for key in given if key not in FIELDS), None)
+    if unknown is not None:
+        text = f"Unknown field `{unknown[:80]}`: it would be lost. Allowed: {', '.join(sorted(FIELDS))}."
+        raise Unusable("unknown_message_field", text, f"{path}.{unknown[:80]}")
+    role = given.get("role")
+    if role not in ROLES:
+        raise Unusable("unknown_role", f"The role is {json.dumps(role)[:80]}; allowed: {', '.join(ROLES)}.", f"{path}.role")
+    cleaned: Message = {"role": role, "content": _text(given.get("content", ""), f"{path}.content")}
+    for name in ("tool_call_id", "name"):
+        if name in given:
+            cleaned[name] = _string(given[name], f"{path}.{name}")
+    if role == "assistant":
+        return cleaned | _assistant_fields(given, path)
+    _check_plain(given, path)
+    return cleaned
+
+
+def _assistant_fields(given: Message, path: str) -> Message:
+    fields: Message = {}
+    thinking = {name: _string(given[name], f"{path}.{name}") for name in THINKING_FIELDS if name in given}
+    if len(set(thinking.values())) > 1:
+        raise Unusable("ambiguous_thinking", f"{' and '.join(thinking)} differ: keep one.", path)
+    if thinking:
+        fields["thinking"] = next(iter(thinking.values()))
+    if given.get("tool_calls"):
+        fields["tool_calls"] = _tool_calls(given["tool_calls"], f"{path}.tool_calls")
+    if "weight" in given:
+        if given["weight"] not in (0, 1):
+            raise Unusable("invalid_weight", "`weight` must be 0 or 1.", f"{path}.weight")
+        fields["weight"] = int(given["weight"])
+    if not given.get("content") and not fields.get("tool_calls") and not fields.get("thinking"):
+        raise Unusable("empty_assistant_turn", "The assistant says nothing: there is nothing to learn.", path)
+    return fields
+
+
+def _check_plain(given: Message, path: str) -> None:
+    """A message that is not the assistant's must say something, in plain content."""
+    if "content" not in given:
+        raise Unusable("missing_content", "The message has no `content`.", f"{path}.content")
+    for name in (*THINKING_FIELDS, "tool_calls", "weight"):
+        if given.get(name) not in (None, "", []):
+            raise Unusable("unknown_message_field", f"Only the assistant's messages may have `{name}`.", f"{path}.{name}")
+
+
+def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise Unusable("invalid_tool_calls", "`tool_calls` must be a list.", path)
+    return [_tool_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Unusable("invalid_tool_calls", "A tool call needs `function.name` and `function.arguments`.", path)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # Templates print arguments as JSON: a text would come out as quoted, escaped JSON, and be learned so.
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise Unusable("invalid_tool_arguments", "The arguments are not JSON.", f"{path}.function.arguments") from None
+    if not isinstance(arguments, dict):
+        raise Unusable("invalid_tool_arguments", "The arguments must be an object.", f"{path}.function.arguments")
+    return {**call, "type": call.get("type", "function"), "function": function | {"arguments": arguments}}
+
+
+def _text(content: Any, path: str) -> str:
+    """A message's text. Parts are joined: templates print a list as a programming language would."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Unusable("invalid_content", "`content` must be text, a list of text parts, or null.", path)
+    return "".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, path: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise Unusable("unsupported_content_part", 'Only parts {"type": "text", "text": ...} can be trained on.', path)
+    return str(part["text"])
+
+
+def _from_sharegpt(row: dict[str, Any]) -> Any:
+    turns = row["conversations"]
+    if not isinstance(turns, list):
+        return turns
+    messages = [_sharegpt_turn(turn, f"conversations[{index}]") for index, turn in enumerate(turns)]
+    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    return system + messages
+
+
+def _sharegpt_turn(turn: Any, path: str) -> Message:
+    if not isinstance(turn, dict) or "from" not in turn:
+        raise Unusable("invalid_message", "A turn must be an object with `from` and `value`.", path)
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        text = f"`from` is {json.dumps(speaker)[:80]}; known: {', '.join(SHAREGPT_ROLES)}."
+        raise Unusable("unknown_role", text, f"{path}.from")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **rest}
+
+
+def _prompt_completion(prompt: Any, completion: Any, tools: Any) -> dict[str, Any]:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        # Only the completion is learned: earlier answers of the assistant are context.
+        context = [message | {"weight": 0} if _is_answer(message) else message for message in prompt]
+        return _chat(context + completion, tools, "messages")
+    return {"prompt": _string(prompt, "prompt"), "completion": _filled_text(completion, "completion")}
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _filled_text(value: Any, path: str) -> str:
+    if not _string(value, path).strip():
+        raise Unusable("empty_text", f"`{path}` is empty: there is nothing to learn.", path)
+    return str(value)
+
+
+def _string(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise Unusable("invalid_text", f"`{path}` must be text.", path)
+    return value

@@ -1,0 +1,154 @@
+"""Files: bytes in storage under a key of ours, never under the name a client gave."""
+
+import hashlib
+import io
+import re
+from collections.abc import Sequence
+from typing import IO, Any
+from urllib.parse import unquote
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
+from sqlalchemy import delete as delete_rows
+from sqlalchemy.orm import Session
+
+from app import db, storage
+from app.config import get_settings
+from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
+from app.files import dataset
+from app.files.tables import File
+from app.ids import new_id
+from app.jobs import queries as jobs
+from app.schemas import Order, fetch_page
+
+MAX_NAME_CHARACTERS = 255
+BLOCK_BYTES = 1 << 20
+
+
+def create_file(project_id: str, upload: IO[bytes], filename: str, purpose: str, expires_after_s: int | None = None) -> File:
+    """Store an upload; training data is read through once, and the file's status says whether it can be used.
+
+    No transaction is open while bytes move: an upload takes as long as the client's line allows.
+    """
+    filename = checked_name(filename)
+    file_id = new_id("file-")
+    key = f"files/{file_id}"
+    size, sha256 = _store(upload, key)
+    try:
+        status, details = _validate(upload, filename) if purpose == "fine-tune" else ("processed", None)
+        with db.write() as session:
+            file = File(
+                id=file_id,
+                project_id=project_id,
+                filename=filename,
+                purpose=purpose,
+                bytes=size,
+                sha256=sha256,
+                status=status,
+                status_details=details,
+                storage_key=key,
+            )
+            if expires_after_s is not None:
+                file.expires_at = db.now() + expires_after_s
+            session.add(file)
+            session.flush()
+            session.refresh(file)
+            return file
+    except BaseException:
+        storage.delete(key)
+        raise
+
+
+def list_files(
+    connection: Connection, project_id: str, *, purpose: str | None, order: Order, after: str | None, limit: int
+) -> tuple[Sequence[Row[Any]], bool]:
+    """One page of a project's files, and whether more follows."""
+    statement = _visible(project_id)
+    if purpose is not None:
+        statement = statement.where(File.purpose == purpose)
+    return fetch_page(connection, statement, (File.created_at, File.id), after=after, limit=limit, order=order)
+
+
+def get_file(connection: Connection | Session, project_id: str, file_id: str) -> Row[Any]:
+    """A project's file; NotFound for any other."""
+    file = connection.execute(_visible(project_id).where(File.id == file_id)).one_or_none()
+    if file is None:
+        raise NotFound(f"There is no file `{file_id}`.", code="file_not_found", param="file_id")
+    return file
+
+
+def delete_file(project_id: str, file_id: str) -> None:
+    """Delete a file that no unfinished job needs: first the row, then the bytes, so that no row ever lacks its bytes."""
+    with db.write() as session:
+        file = get_file(session, project_id, file_id)
+        job_id = jobs.job_using_file(session, file_id)
+        if job_id is not None:
+            raise Conflict(f"The job `{job_id}` still uses this file: cancel it or wait for its end.", code="file_in_use")
+        session.execute(delete_rows(File).where(File.id == file_id))
+    storage.delete(file.storage_key)
+
+
+def store_result_file(session: Session, project_id: str, filename: str, content: bytes) -> str:
+    """Store a file that a job made for its owner; its id. Where the transaction fails, only unlisted bytes stay behind."""
+    file_id = new_id("file-")
+    key = f"files/{file_id}"
+    size, sha256 = _store(io.BytesIO(content), key)
+    session.add(
+        File(
+            id=file_id,
+            project_id=project_id,
+            filename=filename,
+            purpose="fine-tune-results",
+            bytes=size,
+            sha256=sha256,
+            status="processed",
+            storage_key=key,
+        )
+    )
+    session.flush()
+    return file_id
+
+
+def checked_name(filename: str) -> str:
+    """The exact name of an upload. It is only ever shown, but a client that saves under it must not be led astray."""
+    # Browsers and the SDK escape just these three in a multipart header (WHATWG HTML, multipart/form-data).
+    name = filename.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
+    plain = unquote(name)
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise _bad_name(f"is longer than {MAX_NAME_CHARACTERS} characters")
+    if not plain.strip(" .") or re.search(r"[/\\]", plain):
+        raise _bad_name("is a path: send the bare name of the file")
+    if re.search(r"[\x00-\x1f\x7f]", plain):
+        raise _bad_name("holds a control character")
+    if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", plain):
+        raise _bad_name("is reserved on Windows")
+    return name
+
+
+def _bad_name(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"The file's name {reason}.", code="invalid_file_name", param="file")
+
+
+def _store(upload: IO[bytes], key: str) -> tuple[int, str]:
+    size, digest, limit = 0, hashlib.sha256(), get_settings().max_upload_bytes
+    with storage.writer(key) as target:
+        while block := upload.read(BLOCK_BYTES):
+            size += len(block)
+            if size > limit:
+                raise TooLarge(f"The file is larger than {limit} bytes.", code="file_too_large", param="file")
+            digest.update(block)
+            target.write(block)
+    return size, digest.hexdigest()
+
+
+def _validate(upload: IO[bytes], filename: str) -> tuple[str, str | None]:
+    upload.seek(0)
+    report = dataset.check(upload, filename)
+    return ("processed", None) if report.is_usable else ("error", report.summary)
+
+
+def _visible(project_id: str) -> Select[Any]:
+    return select(*File.__table__.columns).where(File.project_id == project_id, _unexpired())
+
+
+def _unexpired() -> ColumnElement[bool]:
+    return or_(File.expires_at.is_(None), File.expires_at > db.now())

@@ -1,0 +1,339 @@
+"""Jobs on the wire: OpenAI's fields, and ours beside them."""
+
+import math
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+from sqlalchemy import Row
+
+from app.config import get_settings
+from app.jobs.spec import TrainingSpec
+from app.jobs.status import TERMINAL
+from app.jobs.tables import Artifact, Checkpoint, Event, Job
+from app.schemas import RequestModel
+
+MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+CHECKPOINT_METRICS = {
+    "loss": "train_loss",
+    "mean_token_accuracy": "train_mean_token_accuracy",
+    "eval_loss": "valid_loss",
+    "eval_mean_token_accuracy": "valid_mean_token_accuracy",
+}
+"""Our names of figures -> OpenAI's."""
+
+
+def _auto_is_absent(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def _valid_metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > MAX_METADATA_PAIRS:
+        raise ValueError(f"at most {MAX_METADATA_PAIRS} pairs")
+    for key, text in value.items():
+        if not 0 < len(key) <= MAX_METADATA_KEY:
+            raise ValueError(f"keys have 1 to {MAX_METADATA_KEY} characters")
+        if len(text) > MAX_METADATA_VALUE:
+            raise ValueError(f"values have at most {MAX_METADATA_VALUE} characters")
+    return value
+
+
+def _valid_suffix(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", value):
+        raise ValueError("only letters, digits, `.`, `_` and `-`: it becomes part of the model's name")
+    return value
+
+
+AutoInt = Annotated[
+    int | None, BeforeValidator(_auto_is_absent), WithJsonSchema({"anyOf": [{"type": "integer"}, {"const": "auto"}]})
+]
+AutoFloat = Annotated[
+    float | None, BeforeValidator(_auto_is_absent), WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "auto"}]})
+]
+Metadata = Annotated[dict[str, str], AfterValidator(_valid_metadata)]
+
+
+class Hyperparameters(RequestModel):
+    """OpenAI's three. Left out or "auto": what the spec says, else the service's default."""
+
+    n_epochs: AutoInt = Field(default=None, ge=1, le=50, description="Passes over the data, 1 to 50.")
+    batch_size: AutoInt = Field(default=None, ge=1, le=256, description="Rows per optimizer step over all ranks, 1 to 256.")
+    learning_rate_multiplier: AutoFloat = Field(default=None, gt=0, le=1000, description="Factor on the default learning rate.")
+
+
+class Supervised(RequestModel):
+    """Settings of supervised fine-tuning."""
+
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class MethodRequest(RequestModel):
+    """How the model is trained."""
+
+    type: Literal["supervised"] = Field(default="supervised", description="Only `supervised` so far.")
+    supervised: Supervised = Supervised()
+
+
+class WandbRequest(RequestModel):
+    """A Weights & Biases run. The API key is the operator's; it is never sent here."""
+
+    project: str = Field(min_length=1, max_length=128)
+    name: str | None = Field(default=None, max_length=128)
+    entity: str | None = Field(default=None, max_length=128)
+    tags: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=50)
+
+
+class IntegrationRequest(RequestModel):
+    """A tracker that shall receive the metrics."""
+
+    type: Literal["wandb"]
+    wandb: WandbRequest
+
+
+class SpecRequest(TrainingSpec):
+    """Any part of the training spec; what is left out gets its default."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Only what the request says, for merging with OpenAI's own fields."""
+        return self.model_dump(exclude_unset=True)
+
+
+class JobCreate(RequestModel):
+    """A request for a job. An explicit null is the same as leaving the field out: the SDK sends both."""
+
+    model: str = Field(min_length=1, max_length=512, description="Base model: a Hub id, or a path below an allowed root.")
+    training_file: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="File id, `hf://datasets/OWNER/NAME?split=train`, or `file://` below a root an operator allowed.",
+    )
+    validation_file: str | None = Field(default=None, min_length=1, max_length=1024, description="The same, for evaluation.")
+    method: MethodRequest = MethodRequest()
+    hyperparameters: Hyperparameters = Field(
+        default=Hyperparameters(), deprecated=True, description="Use `method.supervised.hyperparameters`."
+    )
+    suffix: Annotated[str, AfterValidator(_valid_suffix)] | None = Field(
+        default=None, min_length=1, max_length=64, description="Part of the new model's name."
+    )
+    seed: int | None = Field(default=None, ge=0, le=2_147_483_647, description="Default: one is drawn, and shown in the job.")
+    metadata: Metadata | None = Field(default=None, description="Up to 16 pairs of text, for searching.")
+    integrations: list[IntegrationRequest] = Field(default=[], max_length=5)
+    spec: SpecRequest = Field(default=SpecRequest(), description="Everything OpenAI's fields cannot say.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _clean(cls, value: Any) -> Any:
+        refuse_unstorable(value)
+        return _without_nulls(value)
+
+    @model_validator(mode="after")
+    def _check_hyperparameters(self) -> Self:
+        old, new = self.hyperparameters, self.method.supervised.hyperparameters
+        for name in Hyperparameters.model_fields:
+            values = {getattr(old, name), getattr(new, name)} - {None}
+            if len(values) > 1:
+                text = f"differs from method.supervised.hyperparameters.{name}: give it only there"
+                raise PydanticCustomError("ambiguous", text, {"param": f"hyperparameters.{name}"})
+        return self
+
+    @property
+    def supervised(self) -> Hyperparameters:
+        """The hyperparameters, wherever they stand: old code sends them at the top level."""
+        given = self.hyperparameters.model_dump(exclude_none=True)
+        return Hyperparameters(**given | self.method.supervised.hyperparameters.model_dump(exclude_none=True))
+
+
+class JobError(BaseModel):
+    """Why a job failed; `code` is stable."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Progress(BaseModel):
+    """How far a job is."""
+
+    step: int | None
+    total_steps: int | None
+    tokens_per_second: float | None
+
+
+class Queue(BaseModel):
+    """Why a queued job is not running yet."""
+
+    reason: str
+
+
+class JobOut(BaseModel):
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `cancel_requested_at`."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    error: JobError | None
+    fine_tuned_model: str | None
+    finished_at: int | None
+    hyperparameters: dict[str, Any]
+    model: str
+    organization_id: str
+    result_files: list[str]
+    seed: int
+    status: str
+    trained_tokens: int | None
+    training_file: str
+    validation_file: str | None
+    estimated_finish: int | None
+    integrations: list[Any]
+    metadata: dict[str, str] | None
+    method: dict[str, Any]
+    suffix: str | None
+    spec: TrainingSpec
+    progress: Progress
+    answers: list[Any]
+    queue: Queue | None
+    attempt: int
+    started_at: int | None
+    cancel_requested_at: int | None
+
+    @classmethod
+    def of(cls, job: Job | Row[Any]) -> Self:
+        return cls(
+            id=job.id,
+            created_at=int(job.created_at),
+            error=job.error and JobError.model_validate(job.error),
+            fine_tuned_model=job.fine_tuned_model,
+            finished_at=_seconds(job.finished_at),
+            hyperparameters=job.method.get("supervised", {}).get("hyperparameters", {}),
+            model=job.model,
+            organization_id=get_settings().organization_id,
+            result_files=job.result_files,
+            seed=job.seed,
+            status=wire_status(job.status, job.cancel_requested_at),
+            trained_tokens=job.trained_tokens,
+            training_file=job.training_file,
+            validation_file=job.validation_file,
+            estimated_finish=_seconds(job.estimated_finish),
+            integrations=job.integrations,
+            metadata=job.job_metadata,
+            method=job.method,
+            suffix=job.suffix,
+            spec=job.spec,  # validated here: a spec of an older version shows today's defaults
+            progress=Progress(step=job.step, total_steps=job.total_steps, tokens_per_second=job.tokens_per_second),
+            answers=job.answers,
+            queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
+            attempt=job.attempt,
+            started_at=_seconds(job.started_at),
+            cancel_requested_at=_seconds(job.cancel_requested_at),
+        )
+
+
+class EventOut(BaseModel):
+    """OpenAI's event object; `seq` counts from 1 within the job."""
+
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: str
+    data: dict[str, Any] | None
+    seq: int
+
+    @classmethod
+    def of(cls, event: Event | Row[Any]) -> Self:
+        return cls(
+            id=event.id,
+            created_at=int(event.created_at),
+            level=event.level,
+            message=event.message,
+            type=event.type,
+            data=event.data,
+            seq=event.seq,
+        )
+
+
+class CheckpointOut(BaseModel):
+    """OpenAI's checkpoint object. Only complete, stored checkpoints are listed."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
+    step_number: int
+    metrics: dict[str, float | None]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint | Row[Any]) -> Self:
+        figures = {CHECKPOINT_METRICS.get(name, name): value for name, value in checkpoint.metrics.items()}
+        return cls(
+            id=checkpoint.id,
+            created_at=int(checkpoint.created_at),
+            fine_tuning_job_id=checkpoint.job_id,
+            fine_tuned_model_checkpoint=checkpoint.model_id,
+            step_number=checkpoint.step,
+            metrics={"step": checkpoint.step, **figures},
+        )
+
+
+class ArtifactOut(BaseModel):
+    """One file of a job's result."""
+
+    name: str
+    object: Literal["fine_tuning.job.artifact"] = "fine_tuning.job.artifact"
+    bytes: int
+    sha256: str
+    uri: str
+    created_at: int
+
+    @classmethod
+    def of(cls, artifact: Artifact | Row[Any], uri: str) -> Self:
+        return cls(
+            name=artifact.name, bytes=artifact.bytes, sha256=artifact.sha256, uri=uri, created_at=int(artifact.created_at)
+        )
+
+
+class MetricsOut(BaseModel):
+    """A job's figures as columns for a chart: all have the length of `step`; null where a step lacks a figure."""
+
+    object: Literal["fine_tuning.job.metrics"] = "fine_tuning.job.metrics"
+    total_points: int = Field(description="Logged steps in the range; more than the columns hold where points were left out.")
+    columns: dict[str, list[float | None]]
+
+
+def wire_status(status: str, cancel_requested_at: float | None) -> str:
+    """A job that was asked to stop says so until it has."""
+    return "cancelling" if cancel_requested_at is not None and status not in TERMINAL else status
+
+
+def refuse_unstorable(value: Any, path: str = "") -> None:
+    """Text no database or file can hold must be named here: later it would only be a failed statement."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            refuse_unstorable(str(key), path)
+            refuse_unstorable(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            refuse_unstorable(inner, f"{path}[{index}]")
+    elif isinstance(value, str) and ("\x00" in value or not _is_utf8(value)):
+        raise PydanticCustomError("unstorable", "holds a NUL character or half of a surrogate pair", {"param": path})
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("unstorable", "must be a finite number", {"param": path})
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without fields that are null. Lists stay as they are: a chat message may say null."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+
+
+def _seconds(value: float | None) -> int | None:
+    return None if value is None else int(value)

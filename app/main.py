@@ -1,0 +1,93 @@
+"""The HTTP API, put together."""
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from sqlalchemy.exc import DataError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from app import health, log, validation
+from app.errors import InvalidRequest, TuneyardError, Unavailable
+from app.files import routes as files
+from app.jobs import routes as jobs
+from app.models import routes as models
+from app.nodes import routes as nodes
+from app.requests import RequestIds
+
+DESCRIPTION = """
+OpenAI's fine-tuning API on your own machines and open weights: point the official `openai` SDK at `/v1`.
+Fields that OpenAI does not have stand beside its own; a job's are in `spec`.
+"""
+ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+ERROR_CODES = {404: "unknown_route", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+def create_app() -> FastAPI:
+    """The application, complete and without side effects: nothing is connected before the first request."""
+    log.configure()
+    app = FastAPI(
+        title="Tuneyard",
+        version="0.1.0",
+        description=DESCRIPTION,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+    )
+    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, health.router):
+        app.include_router(router)
+    app.add_exception_handler(TuneyardError, _tuneyard_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    for unreachable in (OperationalError, PoolTimeout):
+        app.add_exception_handler(unreachable, _database_unreachable)
+    app.add_exception_handler(DataError, _unstorable)
+    app.add_middleware(RequestIds)
+    return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    return route.name
+
+
+def _tuneyard_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TuneyardError)
+    return JSONResponse(error.envelope(), error.status, error.headers)
+
+
+def _validation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    status, body = validation.envelope(error, request.scope.get("route"))
+    return JSONResponse(body, status)
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the framework refuses itself: unknown routes, wrong methods, bodies too large or not readable."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    message = {
+        404: f"There is no {request.url.path} here.",
+        405: f"{request.method} is not possible at {request.url.path}.",
+    }.get(status, str(error.detail))
+    content = {
+        "message": message,
+        "type": ERROR_TYPES.get(status, "invalid_request_error"),
+        "param": None,
+        "code": ERROR_CODES.get(status),
+    }
+    return JSONResponse({"error": content}, status, error.headers)
+
+
+def _database_unreachable(request: Request, _error: Exception) -> JSONResponse:
+    return _tuneyard_error(request, Unavailable("The database cannot be reached now: try again.", code="database_unavailable"))
+
+
+def _unstorable(request: Request, _error: Exception) -> JSONResponse:
+    message = "The request holds a value that cannot be stored, such as a NUL character or a number out of range."
+    return _tuneyard_error(request, InvalidRequest(message, code="unstorable_value"))
