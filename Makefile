@@ -9,7 +9,7 @@ PORT ?= 8000
 WORKERS ?= 2
 
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+PIP := $(BIN)/pip --disable-pip-version-check -qq
 PINS := pyproject.toml constraints.txt
 
 help: ## List the targets

@@ -24,7 +24,7 @@ from demo.show import Standing
 
 DATA = Path(__file__).with_name("multilingual_thinking.jsonl")
 # None of them is in the training data.
-QUESTIONS = ("What is the capital of Germany?", "How many days are in a week?", "Why is the sky blue?")
+QUESTIONS = ("What is the capital of Germany?", "How many days are in a week?", "Who painted The Starry Night?")
 TERMINAL = ("succeeded", "failed", "cancelled")
 POLL_S = 0.5
 LOG_LINES = 20
