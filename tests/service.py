@@ -154,7 +154,7 @@ def _belongs(process: psutil.Process, job_id: str) -> bool:
 def _is_marked(process: psutil.Process, job_id: str) -> bool:
     try:
         alive = process.status() != psutil.STATUS_ZOMBIE
-        return alive and process.environ().get(launch.MARK, "").startswith(job_id + ".")
+        return alive and str(process.environ().get(launch.MARK, "")).startswith(job_id + ".")
     except psutil.Error:
         return False
 

@@ -242,7 +242,7 @@ def test_a_killed_supervisor_is_noticed_and_the_job_goes_on_from_its_checkpoint(
     assert (job.model_extra or {})["attempt"] == 2
     assert len(_losses(service, job.id)) == 200
     messages = [event.message for event in service.client.fine_tuning.jobs.list_events(job.id, limit=100)]
-    assert any(message.startswith("Going on from checkpoint-") for message in messages)
+    assert any(message.startswith("resumed from the checkpoint at step") for message in messages)
     assert messages.count("The job has successfully completed") == 1
 
 

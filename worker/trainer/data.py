@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from app.jobs.spec import DataSection, TrainingSpec
