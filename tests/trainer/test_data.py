@@ -141,6 +141,7 @@ class TestLongRows:
         rows, counts = tokenize(tmp_path, chatml, [SHORT], max_length=60, on_long_rows="truncate")
         assert len(rows[0].input_ids) == 60
         assert counts.rows_truncated == 1
+        assert counts.warnings == {"row cut to data.max_length": 1}
 
     def test_a_cut_that_leaves_nothing_to_learn_is_refused(self, tmp_path: Path, chatml: PreTrainedTokenizerBase) -> None:
         assert "no_trainable_tokens" in refusal(tmp_path, chatml, [LONG], max_length=150, on_long_rows="truncate")

@@ -290,6 +290,11 @@ class TestWhatRunsIsWhatWasAsked:
             run_here(make_workspace("on", llama, data={"packing": "on"}))
         assert not run_here(make_workspace("auto", llama)).padding_free
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+    def test_a_gpu_job_does_not_run_without_gpus(self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere) -> None:
+        with pytest.raises(TrainerError, match="gpu_not_available"):
+            run_here(make_workspace("w", llama, resources={"accelerator": "gpu"}))
+
     def test_the_start_is_told(self, make_workspace: MakeWorkspace, gpt_oss: Path, run_here: RunHere) -> None:
         workspace = make_workspace("w", gpt_oss, training={"max_steps": 1})
         run_here(workspace)
