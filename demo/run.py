@@ -31,6 +31,7 @@ LOG_LINES = 20
 # One pass over 144 rows in batches of 4 is 36 steps: enough to teach the style, and few enough to keep general answers.
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
+SEED = 42
 
 
 class DemoFailed(Exception):
@@ -103,7 +104,11 @@ def _fine_tune(console: Console, client: OpenAI, model: Path) -> FineTuningJob:
     file = client.files.create(file=DATA, purpose="fine-tune")
     client.files.wait_for_processing(file.id, poll_interval=POLL_S)
     job = client.fine_tuning.jobs.create(
-        model=str(model), training_file=file.id, suffix="demo", extra_body={"spec": _spec(_accelerator(client))}
+        model=str(model),
+        training_file=file.id,
+        suffix="demo",
+        seed=SEED,
+        extra_body={"spec": _spec(_accelerator(client))},
     )
     console.print(f"   {file.id} ({file.bytes:,} bytes) -> {job.id}")
     try:
