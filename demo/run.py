@@ -52,7 +52,6 @@ def main() -> int:
         console.print(f"\nThe service refused a request: {error.message}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("\nStopped.")
         return 130
 
 
@@ -115,7 +114,8 @@ def _fine_tune(console: Console, client: OpenAI, model: Path) -> FineTuningJob:
         with show.following(console) as display:
             job = _follow(client, job.id, display)
     except KeyboardInterrupt:
-        client.fine_tuning.jobs.cancel(job.id)  # else the next start would take it up again
+        console.print("\nCancelling the job ...")  # else the next start would take it up again
+        client.fine_tuning.jobs.cancel(job.id)
         raise
     if job.status != "succeeded":
         raise DemoFailed(_why(client, job))
