@@ -31,6 +31,7 @@ LOG_LINES = 20
 # One pass over 144 rows in batches of 4 is 36 steps: enough to teach the style, and few enough to keep general answers.
 BATCH_SIZE = 4
 LEARNING_RATE = 2e-3
+SEED = 42
 
 
 class DemoFailed(Exception):
@@ -51,7 +52,6 @@ def main() -> int:
         console.print(f"\nThe service refused a request: {error.message}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("\nStopped.")
         return 130
 
 
@@ -103,14 +103,19 @@ def _fine_tune(console: Console, client: OpenAI, model: Path) -> FineTuningJob:
     file = client.files.create(file=DATA, purpose="fine-tune")
     client.files.wait_for_processing(file.id, poll_interval=POLL_S)
     job = client.fine_tuning.jobs.create(
-        model=str(model), training_file=file.id, suffix="demo", extra_body={"spec": _spec(_accelerator(client))}
+        model=str(model),
+        training_file=file.id,
+        suffix="demo",
+        seed=SEED,
+        extra_body={"spec": _spec(_accelerator(client))},
     )
     console.print(f"   {file.id} ({file.bytes:,} bytes) -> {job.id}")
     try:
         with show.following(console) as display:
             job = _follow(client, job.id, display)
     except KeyboardInterrupt:
-        client.fine_tuning.jobs.cancel(job.id)  # else the next start would take it up again
+        console.print("\nCancelling the job ...")  # else the next start would take it up again
+        client.fine_tuning.jobs.cancel(job.id)
         raise
     if job.status != "succeeded":
         raise DemoFailed(_why(client, job))

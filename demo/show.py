@@ -73,8 +73,8 @@ class Lines:
     def update(self, standing: Standing) -> None:
         shown = (standing.phase, standing.step // LINE_EVERY_STEPS)
         if shown != self._shown:
-            steps = f"step {standing.step}/{standing.total_steps}" if standing.total_steps else ""
-            self._console.print("   ", standing.phase, steps, standing.figures)
+            steps = f"  step {standing.step}/{standing.total_steps}" if standing.total_steps else ""
+            self._console.print(f"   {standing.phase}{steps}  {standing.figures}".rstrip(), markup=False)
             self._shown = shown
 
 

@@ -31,4 +31,4 @@ def test_a_service_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> Non
         running.wait_until_ready()
     assert "--data-dir" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert running.process.poll() is not None
+    assert running.process.wait(30) == 1
