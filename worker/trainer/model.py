@@ -1,6 +1,7 @@
 """The base model as it is trained: loaded from safetensors, dequantized, adapted."""
 
 import re
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,10 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterSection) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    model: PeftModel = get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # A false alarm about target_parameters: PEFT looks for them among modules, and applies the pattern all the same.
+        warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+        model: PeftModel = get_peft_model(base, config)
     return model
 
 
