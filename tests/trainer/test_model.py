@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.jobs.spec import TrainingSpec
 from tests import tiny
+from worker.trainer.dequantized import CACHE_VARIABLE, LIMIT_VARIABLE
 from worker.trainer.failures import TrainerError
 from worker.trainer.model import (
     EXACT_PACKING,
@@ -54,6 +55,59 @@ class TestMxfp4:
         weight = torch.randn(2, 64, 32)
         error = (tiny.from_mxfp4(*tiny.to_mxfp4(weight)).float() - weight).abs().max()
         assert 0 < error < 0.6
+
+
+class TestDequantizedCache:
+    @pytest.fixture
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+        return tmp_path / "cache"
+
+    def copies(self, cache: Path) -> list[Path]:
+        return sorted((path for path in cache.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+
+    def test_gives_the_weights_that_dequantizing_gives(
+        self, gpt_oss_mxfp4: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spec = spec_of(gpt_oss_mxfp4, dtype="bfloat16")
+        copied = load_base(spec).state_dict()
+        assert len(self.copies(cache)) == 1
+        monkeypatch.delenv(CACHE_VARIABLE)
+        for name, value in load_base(spec).state_dict().items():
+            assert torch.equal(copied[name], value)
+
+    @pytest.mark.usefixtures("cache")
+    def test_is_made_once(self, gpt_oss_mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        load_base(spec_of(gpt_oss_mxfp4))
+        monkeypatch.setattr("worker.trainer.model._load_mxfp4", lambda *_: pytest.fail("dequantized twice"))
+        load_base(spec_of(gpt_oss_mxfp4))
+
+    def test_of_a_checkpoint_that_changed_is_made_anew(self, tmp_path: Path, cache: Path) -> None:
+        for seed in (0, 1):
+            tiny.build_gpt_oss(tmp_path / "model", mxfp4=True, seed=seed)
+            load_base(spec_of(tmp_path / "model"))
+        assert len(self.copies(cache)) == 2
+
+    def test_what_a_killed_rank_left_is_not_used(self, gpt_oss_mxfp4: Path, cache: Path) -> None:
+        load_base(spec_of(gpt_oss_mxfp4))
+        (copy,) = self.copies(cache)
+        copy.rename(copy.with_suffix(".tmp"))
+        (copy.with_suffix(".tmp") / "model.safetensors").write_bytes(b"half")
+        load_base(spec_of(gpt_oss_mxfp4))
+        assert self.copies(cache) == [copy]
+
+    def test_deletes_what_was_used_longest_ago(self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        models = [tiny.build_gpt_oss(tmp_path / str(seed), mxfp4=True, seed=seed) for seed in range(3)]
+        for model in (*models[:2], models[0]):
+            load_base(spec_of(model))
+        second, first = self.copies(cache)
+        size = sum(path.stat().st_size for path in first.iterdir())
+        monkeypatch.setenv(LIMIT_VARIABLE, str(2.5 * size / 1e9))
+        load_base(spec_of(models[2]))
+        left = self.copies(cache)
+        assert len(left) == 2
+        assert first in left
+        assert second not in left
 
 
 class TestAdapter:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import shutil
 import signal
 import time
@@ -20,8 +21,8 @@ from worker.trainer.methods import Trainer, device
 from worker.workspace import CheckpointLine, LogLine, MetricsLine, Workspace, append_line, read_json, write_json
 
 # TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
-METRICS = {"loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss"}
-EVAL_METRICS = {"eval_loss", "eval_mean_token_accuracy", "eval_entropy"}
+METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss")
+EVAL_METRICS = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
 MUST_BE_FINITE = ("loss", "grad_norm")
 
 COMPLETE = "complete.json"  # present in a checkpoint once every rank has written its part and all of it is on the disk
@@ -45,10 +46,12 @@ class Reporter(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
-        values = {name: _finite(logs[name]) for name in METRICS | EVAL_METRICS if name in logs}
+        values = {name: _finite(logs[name]) for name in METRICS + EVAL_METRICS if name in logs}
         if not values:
             return
         self.last |= values
+        if "loss" in values:
+            values |= peak_memory(device(self.trainer))
         if state.is_world_process_zero:
             self._append(state, values, logs.get("num_tokens"))
         for name in MUST_BE_FINITE:
@@ -105,11 +108,8 @@ class Stopper(TrainerCallback):
             control.should_training_stop = True
 
     def _any_rank(self, asked: bool) -> bool:
-        if not dist.is_initialized():
-            return asked
-        flag = torch.tensor(int(asked), device=device(self.trainer))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        (highest,) = highest_over_ranks([float(asked)], device(self.trainer))
+        return highest > 0
 
 
 class Checkpoints(TrainerCallback):
@@ -197,6 +197,25 @@ def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> 
             append_line(workspace.log, line)
             shutil.rmtree(checkpoint.folder)  # its old marker must not vouch for files that are written there again
     return None
+
+
+def peak_memory(where: torch.device) -> Values:
+    """The most memory that any rank has held so far, in GB."""
+    peaks = {"peak_memory_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
+    if where.type == "cuda":
+        peaks["peak_memory_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(where)
+        peaks["peak_memory_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(where)
+    highest = highest_over_ranks([float(value) for value in peaks.values()], where)
+    return {name: value / 1e9 for name, value in zip(peaks, highest, strict=True)}
+
+
+def highest_over_ranks(values: list[float], where: torch.device) -> list[float]:
+    """Each value's maximum over all ranks; every rank must ask."""
+    if not dist.is_initialized():
+        return values
+    tensor = torch.tensor(values, device=where)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(value) for value in tensor]
 
 
 def is_first_rank() -> bool:

@@ -1,6 +1,7 @@
 """The base model as it is trained: loaded from safetensors, dequantized, adapted."""
 
 import re
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.quantization_config import Mxfp4Config
 
 from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
+from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
 
 # Models whose masks keep the rows of one sequence apart by their position ids, proven by tests/trainer/test_packing.py.
@@ -59,22 +61,12 @@ def load_base(spec: TrainingSpec, *, device_map: str | None = None) -> PreTraine
     """The base model. Full weights are trained in float32: updates of bfloat16 weights are mostly rounded away."""
     dtype = torch.float32 if spec.adapter.type == "full" else getattr(torch, spec.model.dtype)
     config = load_config(spec.model)
-    quantization = {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4(config) else {}
-    attention = {} if spec.model.attention == "auto" else {"attn_implementation": spec.model.attention}
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            _source(spec.model),
-            revision=spec.model.revision,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=dtype,
-            device_map=device_map,
-            **quantization,
-            **attention,
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise _not_loadable(spec.model, error) from error
-    return model
+    if not is_mxfp4(config):
+        return _load(spec.model, _source(spec.model), dtype=dtype, device_map=device_map)
+    copy = cached_copy(spec.model, config, lambda: _load_mxfp4(spec.model, torch.bfloat16, None))
+    if copy is None:
+        return _load_mxfp4(spec.model, dtype, device_map)
+    return _load(spec.model, str(copy), dtype=dtype, device_map=device_map)
 
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
@@ -112,7 +104,10 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterSection) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    model: PeftModel = get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # A false alarm about target_parameters: PEFT looks for them among modules, and applies the pattern all the same.
+        warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
+        model: PeftModel = get_peft_model(base, config)
     return model
 
 
@@ -164,6 +159,22 @@ def keep_packed_rows_apart(base: PreTrainedModel) -> None:
         return args, kwargs | {"attention_mask": masks}
 
     base.base_model.register_forward_pre_hook(add_masks, with_kwargs=True)
+
+
+def _load_mxfp4(model: ModelSection, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
+    quantization = Mxfp4Config(dequantize=True)
+    return _load(model, _source(model), dtype=dtype, device_map=device_map, quantization_config=quantization)
+
+
+def _load(model: ModelSection, source: str, **options: Any) -> PreTrainedModel:
+    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, revision=model.revision, trust_remote_code=False, use_safetensors=True, **options, **attention
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loadable(model, error) from error
+    return loaded
 
 
 def _source(model: ModelSection) -> str:

@@ -14,6 +14,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import datasets  # type: ignore[import-untyped]
+import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from app.jobs.spec import TrainingSpec
@@ -32,6 +34,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 def train(workspace: Workspace) -> Trainer:
     """One run, from the spec to the result file. The trainer is returned so that it outlives the run; see main."""
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
+    silence_progress_bars()
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
     tokenizer = load_tokenizer(spec)
@@ -112,6 +115,12 @@ def result(trainer: Trainer, reporter: Reporter, *, stopped: bool) -> Result:
         trained_tokens=trainer.num_trained_tokens,
         train_loss=sum(reporter.losses) / len(reporter.losses) if reporter.losses else None,
     )
+
+
+def silence_progress_bars() -> None:
+    """They redraw a line many times a second, and the log is kept and streamed."""
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def die_with_parent() -> None:

@@ -41,7 +41,12 @@ def verify(workspace: Workspace, folder: Path) -> Verification:
     base_logits = _logits(base, probe["input_ids"])
     base_answers = _answers(base, tokenizer, spec)
     problems = check_files(artifact, is_lora=is_lora)
-    tuned, more_problems = _load_tuned(base, artifact, spec, device_map)
+    tuned: PreTrainedModel | PeftModel
+    if is_lora:
+        tuned, more_problems = _with_adapter(base, artifact)
+    else:
+        del base  # two models in float32 may not fit
+        tuned, more_problems = _full_model(artifact, device_map), []
     logits = _logits(tuned, probe["input_ids"])
     answers = _answers(tuned, tokenizer, spec)
     return judge(
@@ -96,17 +101,19 @@ def judge(
     )
 
 
-def _load_tuned(
-    base: PreTrainedModel, artifact: Path, spec: TrainingSpec, device_map: str | None
-) -> tuple[PreTrainedModel | PeftModel, list[str]]:
-    if spec.adapter.type == "full":
-        full = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32, device_map=device_map)
-        return _for_comparison(full), []
-    tuned = _for_comparison(PeftModel.from_pretrained(base, str(artifact)))
+def _with_adapter(base: PreTrainedModel, artifact: Path) -> tuple[PeftModel, list[str]]:
+    """The base with the adapter on it, and which tensors are missing or too many."""
+    tuned: PeftModel = _for_comparison(PeftModel.from_pretrained(base, str(artifact)))
     expected, found = set(get_peft_model_state_dict(tuned)), {name for name, _ in _tensors(artifact)}
-    return tuned, [f"{name} is missing" for name in sorted(expected - found)] + [
-        f"{name} is not part of the adapter" for name in sorted(found - expected)
-    ]
+    missing = [f"{name} is missing" for name in sorted(expected - found)]
+    return tuned, missing + [f"{name} is not part of the adapter" for name in sorted(found - expected)]
+
+
+def _full_model(artifact: Path, device_map: str | None) -> PreTrainedModel:
+    full: PreTrainedModel = _for_comparison(
+        AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32, device_map=device_map)
+    )
+    return full
 
 
 def _for_comparison(model: Any) -> Any:
@@ -126,14 +133,19 @@ def _answers(model: Any, tokenizer: PreTrainedTokenizerBase, spec: TrainingSpec)
 
 
 def _answer(model: Any, tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], max_new_tokens: int) -> str:
-    inputs: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    inputs = inputs.to(model.device)
+    inputs = _prompt(tokenizer, messages).to(model.device)
     with torch.no_grad():
         output = model.generate(
             **inputs, do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, use_cache=True
         )
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return str(answer).strip()
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> Any:
+    if tokenizer.chat_template is None:
+        return tokenizer("\n".join(str(message["content"]) for message in messages), return_tensors="pt")
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
 def _tensors(artifact: Path) -> Any:
