@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from sqlalchemy import JSON, Connection, Double, Engine, MetaData, create_engine, event
+from sqlalchemy import JSON, Connection, Double, Engine, MetaData, create_engine, event, make_url
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.ext.compiler import compiles
@@ -17,6 +17,8 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from app.config import get_settings
 
+# A server that has gone silent is an error within seconds; without these a caller waits for a quarter of an hour.
+POSTGRESQL_TIMEOUTS = {"connect_timeout": 5, "tcp_user_timeout": 10_000}  # seconds; milliseconds
 READ_ONLY = {"tuneyard_read_only": True}
 # None is SQL NULL, never JSON's null: `IS NULL` finds it.
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
@@ -63,7 +65,9 @@ def get_engine() -> Engine:
 def make_engine(url: str) -> Engine:
     """An engine for a SQLite or PostgreSQL URL; `postgresql://` means psycopg 3."""
     # 5 to 10 connections a process gave the best rate (docs/design.md); more only wait in the server.
-    engine = create_engine(url, pool_size=10, max_overflow=0, pool_pre_ping=True)
+    is_postgresql = make_url(url).get_backend_name() == "postgresql"
+    limits = POSTGRESQL_TIMEOUTS if is_postgresql else {}
+    engine = create_engine(url, pool_size=10, max_overflow=0, pool_timeout=10, pool_pre_ping=True, connect_args=limits)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)

@@ -1,5 +1,7 @@
 """The HTTP API, put together."""
 
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -27,6 +29,10 @@ ERROR_TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": validation.ErrorEnvelope, "description": "The request is refused; `error.message` says what to change."},
+    "5XX": {"model": validation.ErrorEnvelope, "description": "The service failed; the same call may succeed later."},
+}
 ERROR_CODES = {404: "unknown_route", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -41,7 +47,7 @@ def create_app() -> FastAPI:
         generate_unique_id_function=_operation_id,
     )
     for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, health.router):
-        app.include_router(router)
+        app.include_router(router, responses=ERROR_RESPONSES)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

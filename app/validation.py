@@ -8,15 +8,42 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+
+class ErrorOut(BaseModel):
+    """What went wrong. `param` is the dotted path of the field; `code` is stable, messages may change."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(BaseModel):
+    """Every response that is not a success."""
+
+    error: ErrorOut
+
+
 CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 MAX_ERRORS = 20
 
 
 def envelope(error: RequestValidationError, route: object) -> tuple[int, dict[str, Any]]:
     """Status and body for a request that does not fit its schema; the first error speaks, all are listed."""
-    found = [_describe(one, error.body, route) for one in error.errors()[:MAX_ERRORS]]
+    found = _merged([_describe(one, error.body, route) for one in error.errors()[:MAX_ERRORS]])
     is_unreadable = any(one["type"] == "json_invalid" for one in error.errors())
     return 400 if is_unreadable else 422, {"error": {**found[0], "type": "invalid_request_error", "errors": found}}
+
+
+def _merged(found: list[dict[str, str | None]]) -> list[dict[str, str | None]]:
+    """One finding per value: where several types are possible, Pydantic says of each why it does not fit."""
+    merged: dict[str | None, dict[str, str | None]] = {}
+    for one in found:
+        first = merged.setdefault(one["param"], one)
+        if first is not one:
+            reason = str(one["message"]).removeprefix(f"`{one['param']}`: ")
+            first["message"] = f"{first['message']}; or: {reason}"
+    return list(merged.values())
 
 
 def _describe(error: dict[str, Any], body: object, route: object) -> dict[str, str | None]:

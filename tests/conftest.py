@@ -86,7 +86,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 @pytest.fixture
 def database(database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The same, as the database of this process; storage and everything else lies in the test's folder."""
-    yield from _configured(
+    yield from configured(
         monkeypatch, {"TUNEYARD_DATABASE_URL": database_url, "TUNEYARD_DATA_DIR": str(tmp_path)}, database_url
     )
 
@@ -111,7 +111,7 @@ def api_server(
 @pytest.fixture
 def live(api_server: servers.Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """The running service for a new project."""
-    for _ in _configured(monkeypatch, dict(api_server.environment), None):
+    for _ in configured(monkeypatch, dict(api_server.environment), None):
         yield Live(api_server.url, *_new_project())
 
 
@@ -160,7 +160,7 @@ def _database(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
     server.drop_database(url)
 
 
-def _configured(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], result: Any) -> Iterator[Any]:
+def configured(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], result: Any) -> Iterator[Any]:
     """This process under other settings, for one test."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

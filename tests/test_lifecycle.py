@@ -1,5 +1,6 @@
 """A job from upload to model, as its users see it: the whole service, the official SDK, real trainers."""
 
+import asyncio
 import csv
 import io
 import json
@@ -13,13 +14,15 @@ from typing import Any
 
 import httpx2
 import pytest
-from openai import ConflictError
+from openai import AsyncOpenAI, ConflictError
+from openai.types.fine_tuning import FineTuningJob
 
 from tests import servers, tiny
-from tests.service import Service, processes_of, running, wait_until
+from tests.service import Service, processes_of, running, trainer_processes_of, wait_until
 
 pytestmark = pytest.mark.slow
 
+PROMPTS = [[{"role": "user", "content": "What is the capital of Australia?"}]]
 # 16 rows in batches of 4: 4 steps an epoch, nothing left over.
 ROWS = 16
 SPEC: dict[str, Any] = {
@@ -28,6 +31,8 @@ SPEC: dict[str, Any] = {
     "data": {"max_length": 256, "packing": "off"},
     "training": {"learning_rate": 0.02, "per_device_train_batch_size": 4, "num_train_epochs": 2},
 }
+# Long enough to be disturbed in the middle, short enough to end.
+LONG = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}, "checkpoints": {"save_steps": 25}}
 ENDLESS = SPEC | {"training": {"per_device_train_batch_size": 4, "max_steps": 100_000}}
 
 
@@ -63,18 +68,24 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def training_file(service: Service, rows: Path) -> str:
-    return service.upload(rows)
+    file = service.client.files.create(file=rows, purpose="fine-tune")
+    return service.client.files.wait_for_processing(file.id).id
 
 
-def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, models: Path, rows: Path) -> None:
-    client = service.client
-    file = client.files.create(file=rows, purpose="fine-tune")
-    client.files.wait_for_processing(file.id)
-    job = service.create_job(models / "tiny-llama", file.id, SPEC, suffix="first", metadata={"team": "blue"})
+@pytest.fixture(scope="module")
+def finished(service: Service, models: Path, training_file: str) -> FineTuningJob:
+    """A job that used everything of the slice on one rank."""
+    spec = SPEC | {"evaluation": {"prompts": PROMPTS, "max_new_tokens": 8}}
+    more = {"suffix": "first", "metadata": {"team": "blue"}, "validation_file": training_file}
+    job = service.create_job(models / "tiny-llama", training_file, spec, **more)
     assert job.status == "queued"
-
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
+    return job
+
+
+def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, finished: FineTuningJob) -> None:
+    client, job = service.client, finished
     assert job.fine_tuned_model is not None
     assert job.fine_tuned_model.startswith("ft:tiny-llama:tuneyard:first:")
     assert job.finished_at is not None
@@ -86,6 +97,7 @@ def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, models: Path,
     assert f"New fine-tuned model created: {job.fine_tuned_model}" in messages
     figures = [event.data for event in events if event.type == "metrics" and isinstance(event.data, dict)]
     assert len([data for data in figures if "train_loss" in data]) == 8
+    assert len([data for data in figures if "valid_loss" in data]) == 2
 
     table = list(csv.DictReader(io.StringIO(client.files.content(job.result_files[0]).text)))
     assert [int(row["step"]) for row in table] == list(range(1, 9))
@@ -98,49 +110,39 @@ def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, models: Path,
     assert client.models.retrieve(job.fine_tuned_model).id == job.fine_tuned_model
 
 
-def test_the_loss_falls_and_every_trained_token_is_counted(service: Service, models: Path, training_file: str) -> None:
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
-    assert job.status == "succeeded", job.error
-    losses = _losses(service, job.id)
+def test_the_async_sdk_sees_the_same(service: Service, finished: FineTuningJob) -> None:
+    async def look() -> tuple[FineTuningJob, int]:
+        async with AsyncOpenAI(base_url=service.url, api_key=service.key) as client:
+            events = [event async for event in client.fine_tuning.jobs.list_events(finished.id, limit=5)]
+            return await client.fine_tuning.jobs.retrieve(finished.id), len(events)
+
+    job, num_events = asyncio.run(look())
+    assert job == finished
+    assert num_events == len(list(service.client.fine_tuning.jobs.list_events(finished.id)))
+
+
+def test_the_loss_falls_and_every_trained_token_is_counted(service: Service, models: Path, finished: FineTuningJob) -> None:
+    losses = _losses(service, finished.id)
     assert losses[-1] < losses[0]
-    assert job.trained_tokens == 2 * _assistant_tokens(models / "tiny-llama")
+    assert finished.trained_tokens == 2 * _assistant_tokens(models / "tiny-llama")
 
 
-def test_a_true_mxfp4_gpt_oss_trains_on_two_ranks(service: Service, models: Path, training_file: str) -> None:
-    spec = SPEC | {
-        "adapter": {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-        "training": SPEC["training"] | {"per_device_train_batch_size": 2},
-        "parallelism": {"nproc_per_node": 2},
-    }
-    job = service.wait_for_end(service.create_job(models / "tiny-gpt-oss", training_file, spec).id)
-    assert job.status == "succeeded", job.error
-    losses = _losses(service, job.id)
-    assert losses[-1] < losses[0]
+def test_prompts_are_answered_by_base_and_tuned_model(finished: FineTuningJob) -> None:
+    answers = (finished.model_extra or {})["answers"]
+    assert [answer["messages"] for answer in answers] == PROMPTS
+    assert answers[0]["base"] != answers[0]["tuned"]
 
 
-def test_all_weights_train_too(service: Service, models: Path, training_file: str) -> None:
-    spec = SPEC | {"adapter": {"type": "full"}, "training": SPEC["training"] | {"learning_rate": 0.001}}
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
-    assert job.status == "succeeded", job.error
+def test_cancelling_a_job_that_ended_is_a_conflict_said_once(service: Service, finished: FineTuningJob) -> None:
+    with pytest.raises(ConflictError) as caught:
+        service.client.fine_tuning.jobs.cancel(finished.id)
+    assert caught.value.response.headers["x-should-retry"] == "false"
 
 
-def test_the_same_workspace_by_hand_gives_the_same_losses(service: Service, models: Path, training_file: str) -> None:
-    spec = SPEC | {
-        "training": SPEC["training"] | {"per_device_train_batch_size": 2},
-        "parallelism": {"nproc_per_node": 2},
-    }
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
-    assert job.status == "succeeded", job.error
-    workspace = service.data_dir / "workspace" / job.id / "1"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "worker.trainer.train"]
-    subprocess.run([*command, str(workspace)], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
-    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
-    assert [line["values"]["loss"] for line in lines if "loss" in line["values"]] == _losses(service, job.id)
-
-
-def test_a_downloaded_adapter_works_in_plain_peft(service: Service, models: Path, training_file: str, tmp_path: Path) -> None:
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
-    _download(service, job.id, "adapter/", tmp_path)
+def test_a_downloaded_adapter_works_in_plain_peft(
+    service: Service, models: Path, finished: FineTuningJob, tmp_path: Path
+) -> None:
+    _download(service, finished.id, "adapter/", tmp_path)
     script = f"""
 import torch
 from peft import PeftModel
@@ -155,21 +157,37 @@ print((before - after).abs().max().item())
     assert float(shown.stdout.strip().splitlines()[-1]) > 0.1
 
 
-def test_prompts_are_answered_by_base_and_tuned_model(service: Service, models: Path, training_file: str) -> None:
-    prompts = [[{"role": "user", "content": "What is the capital of Australia?"}]]
-    spec = SPEC | {"evaluation": {"prompts": prompts, "max_new_tokens": 8}}
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
-    answers = (job.model_extra or {})["answers"]
-    assert [answer["messages"] for answer in answers] == prompts
-    assert answers[0]["base"] != answers[0]["tuned"]
-
-
-def test_a_validation_file_gives_an_evaluation_loss(service: Service, models: Path, training_file: str) -> None:
-    created = service.create_job(models / "tiny-llama", training_file, SPEC, validation_file=training_file)
-    job = service.wait_for_end(created.id)
+@pytest.fixture(scope="module")
+def finished_on_two_ranks(service: Service, models: Path, training_file: str) -> FineTuningJob:
+    """A gpt-oss in true MXFP4, attention and experts adapted, on two ranks."""
+    spec = SPEC | {
+        "adapter": {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        "training": SPEC["training"] | {"per_device_train_batch_size": 2},
+        "parallelism": {"nproc_per_node": 2},
+    }
+    job = service.wait_for_end(service.create_job(models / "tiny-gpt-oss", training_file, spec).id)
     assert job.status == "succeeded", job.error
-    events = service.client.fine_tuning.jobs.list_events(job.id, limit=100).data
-    assert [event for event in events if isinstance(event.data, dict) and "valid_loss" in event.data]
+    return job
+
+
+def test_a_true_mxfp4_gpt_oss_trains_on_two_ranks(service: Service, finished_on_two_ranks: FineTuningJob) -> None:
+    losses = _losses(service, finished_on_two_ranks.id)
+    assert losses[-1] < losses[0]
+
+
+def test_the_same_workspace_by_hand_gives_the_same_losses(service: Service, finished_on_two_ranks: FineTuningJob) -> None:
+    workspace = service.data_dir / "workspace" / finished_on_two_ranks.id / "1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "worker.trainer.train"]
+    subprocess.run([*command, str(workspace)], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    lines = [json.loads(line) for line in (workspace / "metrics.jsonl").read_text().splitlines()]
+    by_hand = [line["values"]["loss"] for line in lines if "loss" in line["values"]]
+    assert by_hand == _losses(service, finished_on_two_ranks.id)
+
+
+def test_all_weights_train_too(service: Service, models: Path, training_file: str) -> None:
+    spec = SPEC | {"adapter": {"type": "full"}, "training": SPEC["training"] | {"learning_rate": 0.001}}
+    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, spec).id)
+    assert job.status == "succeeded", job.error
 
 
 def test_cancelling_a_running_job_leaves_no_process(service: Service, models: Path, training_file: str) -> None:
@@ -178,15 +196,9 @@ def test_cancelling_a_running_job_leaves_no_process(service: Service, models: Pa
     service.client.fine_tuning.jobs.cancel(job.id)
     job = service.wait_for_end(job.id)
     assert job.status == "cancelled"
+    assert not trainer_processes_of(job.id)
     wait_until(lambda: not processes_of(job.id), "the job's processes are gone", 10)
     assert service.client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
-
-
-def test_cancelling_a_job_that_ended_is_a_conflict_said_once(service: Service, models: Path, training_file: str) -> None:
-    job = service.wait_for_end(service.create_job(models / "tiny-llama", training_file, SPEC).id)
-    with pytest.raises(ConflictError) as caught:
-        service.client.fine_tuning.jobs.cancel(job.id)
-    assert caught.value.response.headers["x-should-retry"] == "false"
 
 
 def test_a_job_over_its_time_limit_fails_with_that_cause(service: Service, models: Path, training_file: str) -> None:
@@ -195,7 +207,7 @@ def test_a_job_over_its_time_limit_fails_with_that_cause(service: Service, model
     assert job.status == "failed"
     assert job.error is not None
     assert job.error.code == "time_limit_exceeded"
-    assert not processes_of(job.id)
+    assert not trainer_processes_of(job.id)
 
 
 def test_a_target_that_matches_nothing_fails_the_job_by_name(service: Service, models: Path, training_file: str) -> None:
@@ -208,8 +220,7 @@ def test_a_target_that_matches_nothing_fails_the_job_by_name(service: Service, m
 
 
 def test_killing_api_and_workers_changes_nothing_for_a_running_job(service: Service, models: Path, training_file: str) -> None:
-    spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}}
-    job = service.create_job(models / "tiny-llama", training_file, spec)
+    job = service.create_job(models / "tiny-llama", training_file, LONG)
     service.wait_for_step(job.id, 3)
     for words in (("uvicorn",), ("celery", "node@"), ("celery", "control@")):
         service.child(*words).kill()
@@ -223,45 +234,37 @@ def test_killing_api_and_workers_changes_nothing_for_a_running_job(service: Serv
 def test_a_killed_supervisor_is_noticed_and_the_job_goes_on_from_its_checkpoint(
     service: Service, models: Path, training_file: str
 ) -> None:
-    spec = SPEC | {
-        "training": SPEC["training"] | {"num_train_epochs": 50},
-        "checkpoints": {"save_steps": 10},
-    }
-    job = service.create_job(models / "tiny-llama", training_file, spec)
-    service.wait_for_step(job.id, 25)
+    job = service.create_job(models / "tiny-llama", training_file, LONG)
+    wait_until(lambda: bool(service.client.fine_tuning.jobs.checkpoints.list(job.id).data), "a checkpoint is stored")
     next(process for process in processes_of(job.id) if "worker.supervisor" in process.cmdline()).kill()
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
     assert (job.model_extra or {})["attempt"] == 2
     assert len(_losses(service, job.id)) == 200
-    events = service.client.fine_tuning.jobs.list_events(job.id, limit=100).data
-    assert [event for event in events if event.message.startswith("Going on from checkpoint-")] or len(events) == 100
+    messages = [event.message for event in service.client.fine_tuning.jobs.list_events(job.id, limit=100)]
+    assert any(message.startswith("resumed from the checkpoint at step") for message in messages)
+    assert messages.count("The job has successfully completed") == 1
 
 
 def test_a_killed_rank_starts_another_attempt(service: Service, models: Path, training_file: str) -> None:
-    spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 50}, "checkpoints": {"save_steps": 20}}
-    job = service.create_job(models / "tiny-llama", training_file, spec)
+    job = service.create_job(models / "tiny-llama", training_file, LONG)
     service.wait_for_step(job.id, 5)
-    rank = next(process for process in processes_of(job.id) if "RANK" in process.environ())
-    rank.kill()
+    next(process for process in trainer_processes_of(job.id) if "RANK" in process.environ()).kill()
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
     assert (job.model_extra or {})["attempt"] == 2
 
 
 def test_a_stopped_service_finds_its_jobs_again(models: Path, rows: Path, tmp_path: Path) -> None:
-    roots = json.dumps([str(models)])
-    with running(tmp_path / "data", TUNEYARD_MODEL_ROOTS=roots) as service:
-        file_id = service.upload(rows)
-        spec = SPEC | {"training": SPEC["training"] | {"num_train_epochs": 100}}
-        job = service.create_job(models / "tiny-llama", file_id, spec)
+    with running(tmp_path / "data", TUNEYARD_MODEL_ROOTS=json.dumps([str(models)])) as service:
+        job = service.create_job(models / "tiny-llama", service.upload(rows), LONG)
         service.wait_for_step(job.id, 5)
         assert service.stop(signal.SIGINT) == 0
         assert not processes_of(job.id)
         service.start()
         job = service.wait_for_end(job.id)
         assert job.status == "succeeded", job.error
-        assert len(_losses(service, job.id)) == 400
+        assert len(_losses(service, job.id)) == 200
 
 
 def _losses(service: Service, job_id: str) -> list[float]:

@@ -51,7 +51,9 @@ def build_tokenizer(folder: Path, specials: list[str], template: str, *, eos: st
     trainer = trainers.BpeTrainer(vocab_size=480, initial_alphabet=alphabet, show_progress=False, min_frequency=1)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad)
+    fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=eos, pad_token=pad
+    )
     fast.chat_template = template
     fast.save_pretrained(folder)
     return fast
@@ -71,11 +73,12 @@ def build_llama(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
         max_position_embeddings=512,
         initializer_range=0.1,
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
+        bos_token_id=CHATML_TOKENS.index("<|im_start|>") + len(tokenizer) - len(CHATML_TOKENS),
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -83,7 +86,8 @@ def build_gpt_oss(folder: Path, *, mxfp4: bool = False, seed: int = 0) -> Path:
     """A gpt-oss of 2 layers (sliding, full) and 4 experts with the harmony template, in bfloat16 or in true MXFP4."""
     tokenizer = build_tokenizer(folder, HARMONY_TOKENS, HARMONY_TEMPLATE, eos="<|return|>", pad="<|endoftext|>")
     torch.manual_seed(seed)
-    model = GptOssForCausalLM(gpt_oss_config(tokenizer)).to(torch.bfloat16)
+    model: Any = GptOssForCausalLM(gpt_oss_config(tokenizer))
+    model.to(torch.bfloat16)
     model.save_pretrained(folder)
     if mxfp4:
         _rewrite_in_mxfp4(folder, model.state_dict())

@@ -14,7 +14,7 @@ from app.files import service as files
 from app.jobs import attempts, sources
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
-from app.jobs.tables import Checkpoint, Job
+from app.jobs.tables import Job
 from worker.failures import JobFailed
 from worker.heartbeat import Heartbeat
 from worker.workspace import Run, Workspace, write_json
@@ -23,8 +23,8 @@ from worker.workspace import Run, Workspace, write_json
 CHECK_EVERY = 1000
 
 
-def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec, heartbeat: Heartbeat) -> Run:
-    """Write everything the trainer reads; the returned Run says where it goes on.
+def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec, heartbeat: Heartbeat) -> None:
+    """Write everything the trainer reads.
 
     Raises JobFailed(invalid_training_file) for rows that cannot be used, Stopped when the job is to end.
     """
@@ -33,14 +33,10 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     if job.validation_file is not None:
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
-    resumed = _fetch_checkpoint(workspace, run, job)
-    write_json(workspace.run, resumed)
-    told = [NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})]
-    if resumed.resume_from is not None:
-        told.append(NewEvent(f"Going on from {Path(resumed.resume_from).name}", data={"resumed_from": resumed.resume_from}))
+    _fetch_checkpoint(workspace, job)
+    told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
-        attempts.tell(session, run.job_id, run.attempt, told)
-    return resumed
+        attempts.tell(session, run.job_id, run.attempt, [told])
 
 
 def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Heartbeat) -> int:
@@ -105,12 +101,9 @@ def _canonical(split: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", "training_file") from error
 
 
-def _fetch_checkpoint(workspace: Workspace, run: Run, job: Job) -> Run:
-    """The newest stored checkpoint, copied into the workspace; a first attempt has none."""
+def _fetch_checkpoint(workspace: Workspace, job: Job) -> None:
+    """Copy the newest stored checkpoint into the workspace, where the trainer looks for it; a first attempt has none."""
     with db.write() as session:
-        checkpoint: Checkpoint | None = attempts.last_checkpoint(session, job.id)
-    if checkpoint is None:
-        return run
-    folder = workspace.checkpoints / f"checkpoint-{checkpoint.step}"
-    storage.get_tree(checkpoint.storage_key, folder)
-    return Run(run.job_id, run.attempt, str(folder.relative_to(workspace.root)))
+        checkpoint = attempts.last_checkpoint(session, job.id)
+    if checkpoint is not None:
+        storage.get_tree(checkpoint.storage_key, workspace.checkpoints / f"checkpoint-{checkpoint.step}")

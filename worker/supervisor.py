@@ -84,7 +84,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     job = _load_job(run)
     spec = TrainingSpec.model_validate(job.spec)
     heartbeat.limit_to(spec.resources.time_limit_s)
-    run = prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
+    prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
     reporter = Reporter(workspace, run, job, spec.checkpoints.keep)
     heartbeat.raise_if_stopped()
     try:

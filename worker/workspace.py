@@ -2,7 +2,6 @@
 
     <root>/<job>/<attempt>/
         spec.json            the resolved TrainingSpec                         written by the supervisor
-        run.json             Run: whose directory it is, and where to go on    written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
@@ -38,10 +37,6 @@ class Workspace:
     @property
     def spec(self) -> Path:
         return self.root / "spec.json"
-
-    @property
-    def run(self) -> Path:
-        return self.root / "run.json"
 
     @property
     def train_data(self) -> Path:
@@ -106,8 +101,6 @@ class Run:
 
     job_id: str
     attempt: int
-    resume_from: str | None = None
-    """A complete checkpoint below the workspace to go on from; None starts at step 0, whatever lies there."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +168,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the reload of the exported files showed. Differences are over the probe's logits in fp32."""
+    """What the reload of the exported files showed. Differences are over the probe's logits in fp32; None: not finite."""
 
     ok: bool
     message: str
-    max_difference_from_live: float
-    max_difference_from_base: float
+    max_difference_from_live: float | None
+    max_difference_from_base: float | None
     tolerance: float
     num_tensors: int
     answers: list[dict[str, Any]] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, func, or_, select
+from sqlalchemy import Connection, Row, Select, String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from app.errors import NotFound
@@ -35,7 +35,7 @@ def list_jobs(
     """One page of a project's jobs, newest first. `metadata`: only jobs with these pairs; None: all; {}: jobs without any."""
     statement = select(*JOB).where(Job.project_id == project_id)
     if metadata == {}:
-        statement = statement.where(or_(Job.job_metadata.is_(None), Job.job_metadata.as_string() == "{}"))
+        statement = statement.where(or_(Job.job_metadata.is_(None), cast(Job.job_metadata, String) == "{}"))
     for key, value in (metadata or {}).items():
         statement = statement.where(Job.job_metadata[key].as_string() == value)
     return fetch_page(connection, statement, (Job.created_at, Job.id), after=after, limit=limit)

@@ -10,6 +10,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from app import db, downloads, storage
 from app.auth import KeyedRoute, ProjectId
 from app.dependencies import Read, Write
+from app.errors import InvalidRequest
 from app.jobs import live, logs, queries, service
 from app.jobs.schemas import ArtifactOut, CheckpointOut, EventOut, JobCreate, JobOut, MetricsOut
 from app.schemas import After, ListOut
@@ -150,4 +151,6 @@ def _metadata(request: Request) -> dict[str, str] | None:
     pairs = {
         key[9:-1]: value for key, value in request.query_params.items() if key.startswith("metadata[") and key.endswith("]")
     }
+    if any("\x00" in text for pair in pairs.items() for text in pair):
+        raise InvalidRequest("Metadata holds no NUL character.", code="invalid_value", param="metadata")
     return pairs or None

@@ -15,6 +15,7 @@ from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.schemas import RequestModel
 
 MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+MAX_DEPTH = 64  # a tool's JSON schema in a prompt is the deepest thing anybody sends
 CHECKPOINT_METRICS = {
     "loss": "train_loss",
     "mean_token_accuracy": "train_mean_token_accuracy",
@@ -309,15 +310,17 @@ def wire_status(status: str, cancel_requested_at: float | None) -> str:
     return "cancelling" if cancel_requested_at is not None and status not in TERMINAL else status
 
 
-def refuse_unstorable(value: Any, path: str = "") -> None:
-    """Text no database or file can hold must be named here: later it would only be a failed statement."""
+def refuse_unstorable(value: Any, path: str = "", depth: int = 0) -> None:
+    """What no database or file can hold must be named here: later it would only be a failed statement."""
+    if depth > MAX_DEPTH:
+        raise PydanticCustomError("unstorable", "is nested too deeply", {"param": path.partition(".")[0]})
     if isinstance(value, dict):
         for key, inner in value.items():
-            refuse_unstorable(str(key), path)
-            refuse_unstorable(inner, f"{path}.{key}" if path else str(key))
+            refuse_unstorable(str(key), path, depth)
+            refuse_unstorable(inner, f"{path}.{key}" if path else str(key), depth + 1)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            refuse_unstorable(inner, f"{path}[{index}]")
+            refuse_unstorable(inner, f"{path}[{index}]", depth + 1)
     elif isinstance(value, str) and ("\x00" in value or not _is_utf8(value)):
         raise PydanticCustomError("unstorable", "holds a NUL character or half of a surrogate pair", {"param": path})
     elif isinstance(value, float) and not math.isfinite(value):

@@ -28,7 +28,7 @@ def only_problem(content: bytes, filename: str = "a.jsonl") -> parsing.Problem:
     return report.problems[0]
 
 
-def chat(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
+def chat(*messages: Any, **columns: Any) -> dict[str, Any]:
     return {"messages": list(messages), **columns}
 
 
@@ -38,14 +38,17 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 
 
+# Cases that need a tokenizer or a format that is not read yet are not among tests/cases.
+ALL = json.loads((CASES / "expected.json").read_text())["cases"]
+READABLE = [case for case in ALL if (CASES / case["file"]).exists()]
+
+
 class TestCases:
     """Inputs from public bug reports (tests/cases)."""
 
-    @pytest.mark.parametrize("case", json.loads((CASES / "expected.json").read_text())["cases"], ids=lambda case: case["file"])
+    @pytest.mark.parametrize("case", READABLE, ids=lambda case: case["file"])
     def test_every_case_gives_its_rows_or_names_its_lines(self, case: dict[str, Any]) -> None:
         path = CASES / case["file"]
-        if not path.exists() or "options" in case:
-            pytest.skip("needs a tokenizer, or a format that is not read yet")
         report = dataset.check(path, path.name)
         assert report.is_usable == (case["outcome"] != "refuse")
         assert [problem.line for problem in report.problems] == case.get("lines", [])

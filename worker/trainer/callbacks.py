@@ -187,7 +187,7 @@ def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSp
 
 
 def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
-    """The newest complete checkpoint; incomplete ones are passed over, one of another run is refused."""
+    """The newest complete checkpoint; incomplete ones are deleted, one of another run is refused."""
     for checkpoint in reversed(find_checkpoints(workspace)):
         if checkpoint.is_complete:
             _check_same_run(checkpoint, spec, fingerprint)
@@ -195,6 +195,7 @@ def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> 
         if is_first_rank():
             line = LogLine(f"checkpoint at step {checkpoint.step} is incomplete", "warn", {"step": checkpoint.step})
             append_line(workspace.log, line)
+            shutil.rmtree(checkpoint.folder)  # its old marker must not vouch for files that are written there again
     return None
 
 

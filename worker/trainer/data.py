@@ -9,13 +9,12 @@ import json
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from app.jobs.spec import DataSection, TrainingSpec
@@ -98,7 +97,11 @@ def tokenize_file(path: Path, spec: DataSection, tokenizer: PreTrainedTokenizerB
     counts.tokens = sum(len(row.input_ids) for row in rows)
     counts.trained_tokens = sum(row.num_trained for row in rows)
     counts.longest_row = max(len(row.input_ids) for row in rows)
-    counts.warnings = dict(chat.warnings if chat else Counter())
+    handled = {
+        "row skipped, longer than data.max_length": counts.rows_skipped,
+        "row cut to data.max_length": counts.rows_truncated,
+    }
+    counts.warnings = {text: times for text, times in handled.items() if times} | dict(chat.warnings if chat else {})
     return rows, counts
 
 

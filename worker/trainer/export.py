@@ -36,15 +36,15 @@ def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer
     if not is_lora:
         _round_to_exported_type(model, spec)
     weights = full_weights(model, only_trained=is_lora)
+    target = workspace.export / ("adapter" if is_lora else "model")
     if is_first_rank():
         shutil.rmtree(workspace.export, ignore_errors=True)
-        target = workspace.export / ("adapter" if is_lora else "model")
         _save(model, weights, target, spec)
         _finish_folder(target, spec, tokenizer)
-        if is_lora and spec.export.merged:
-            _save_merged(target, workspace.export / "merged", spec, tokenizer)
     del weights
     _write_probe(trainer, model, workspace, data)
+    if is_lora and spec.export.merged and is_first_rank():
+        _save_merged(target, workspace.export / "merged", spec, tokenizer)
 
 
 def full_weights(model: nn.Module, *, only_trained: bool) -> dict[str, torch.Tensor]:
@@ -92,7 +92,10 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], target: Pa
     config = model.peft_config[ADAPTER]
     config.inference_mode = True
     config.save_pretrained(str(target))
-    model.get_base_model().generation_config.save_pretrained(target)
+    base = model.get_base_model()
+    assert isinstance(base, PreTrainedModel)
+    assert base.generation_config is not None
+    base.generation_config.save_pretrained(target)
     named = {name.replace(f".{ADAPTER}.", "."): value.contiguous() for name, value in weights.items()}
     save_file(named, target / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -129,6 +132,8 @@ def model_card(spec: TrainingSpec) -> str:
 
 def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace, data: Data) -> None:
     """A real row and what the live model says to it, in float32: bfloat16 differs by more than any fault worth finding."""
+    if not is_first_rank() and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return  # a whole model needs no help
     row = torch.tensor([data.train[0]["input_ids"][:MAX_PROBE_TOKENS]])
     logits = live_logits(model, row.to(device(trainer)))
     if is_first_rank():

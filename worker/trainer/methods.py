@@ -39,6 +39,8 @@ def build_trainer(
     spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
 ) -> Trainer:
     """The trainer of a supervised job, checked to run as the job asks."""
+    if spec.resources.accelerator == "gpu" and not torch.cuda.is_available():
+        raise TrainerError("gpu_not_available", "The job asks for GPUs and this node shows none.", "resources.accelerator")
     if spec.resources.accelerator == "cpu" and spec.parallelism.strategy == "fsdp2":
         allow_fsdp_on_cpu()
     trainer = Trainer(

@@ -35,6 +35,9 @@ def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(_source(spec.model), revision=spec.model.revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _not_loadable(spec.model, error) from error
+    if not tokenizer.is_fast:
+        message = f"The tokenizer of {spec.model.name_or_path!r} cannot tell which characters a token stands for."
+        raise TrainerError("model_not_supported", message, "model")
     if spec.data.chat_template is not None:
         tokenizer.chat_template = spec.data.chat_template
     if tokenizer.pad_token is None:

@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 -m worker.trainer.train DIR
 
 is exactly what the service runs; DIR is laid out as worker/workspace.py says. Everything a run has to tell it writes there.
-If DIR/checkpoints holds a complete checkpoint, the run goes on from the newest one.
+If DIR/checkpoints holds a complete checkpoint, the run goes on from the newest one; a run that has finished starts over.
 """
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -35,7 +36,8 @@ def train(workspace: Workspace) -> Trainer:
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
     tokenizer = load_tokenizer(spec)
     data = load_data(workspace, spec, tokenizer)
-    checkpoint = resume_point(workspace, spec, data.fingerprint)
+    repeats = has_finished(workspace)
+    checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
 
     model = load_model(spec)
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
@@ -43,6 +45,8 @@ def train(workspace: Workspace) -> Trainer:
     trainer.add_callback(reporter)
     trainer.add_callback(stopper)
     trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
+    if repeats:
+        clear(workspace, trainer)
     if is_first_rank():
         log_start(workspace, spec, trainer, data, checkpoint)
 
@@ -55,6 +59,21 @@ def train(workspace: Workspace) -> Trainer:
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
     return trainer
+
+
+def has_finished(workspace: Workspace) -> bool:
+    """Whether a run came to its end here before: then this one is a repetition from the start."""
+    return workspace.result.exists() and read_json(workspace.result)["outcome"] == "finished"
+
+
+def clear(workspace: Workspace, trainer: Trainer) -> None:
+    """Remove what the finished run wrote, once every rank has seen that it was finished."""
+    trainer.accelerator.wait_for_everyone()
+    if is_first_rank():
+        for path in (workspace.metrics, workspace.checkpoint_lines, workspace.log, workspace.result, workspace.verification):
+            path.unlink(missing_ok=True)
+        for folder in (workspace.checkpoints, workspace.export):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: Data, checkpoint: Checkpoint | None) -> None:

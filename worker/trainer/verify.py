@@ -6,6 +6,7 @@ DIR is the workspace with its probe; EXPORT_DIR holds `adapter/` or `model/` as 
 DIR/verification.json; the exit status is 0 whether the artifact is good or not.
 """
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,16 @@ def judge(
     """Good means: whole, as the live model, and not as the base."""
     from_live, from_base = _difference(reloaded, live), _difference(reloaded, base)
     tolerance = RELATIVE_TOLERANCE * max(1.0, float(live.abs().max()))
-    if not from_live <= tolerance:  # also true for nan
+    if not from_live <= tolerance:  # so is nan
         problems = [*problems, f"logits differ from the live model by {from_live:.3g}, more than {tolerance:.3g}"]
-    if not from_base > from_live:
+    elif not from_base > from_live:
         problems = [*problems, f"logits differ from the base by only {from_base:.3g}"]
     message = "; ".join(problems) or f"reloaded: {from_live:.3g} from the live model, {from_base:.3g} from the base"
     return Verification(
         ok=not problems,
         message=message,
-        max_difference_from_live=from_live,
-        max_difference_from_base=from_base,
+        max_difference_from_live=from_live if math.isfinite(from_live) else None,
+        max_difference_from_base=from_base if math.isfinite(from_base) else None,
         tolerance=tolerance,
         num_tensors=num_tensors,
         answers=answers,
