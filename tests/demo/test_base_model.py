@@ -49,10 +49,9 @@ def test_the_converted_model_is_plain_and_still_answers(tmp_path: Path) -> None:
 def answer(folder: Path, question: str) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
