@@ -138,7 +138,8 @@ def _start_all(children: list[Child], host: str, port: int, log: IO[bytes], stop
     started = _database_now()
     _start(children, Child("node", [sys.executable, "-m", "app.cli", "node"]), log)
     api = [sys.executable, "-m", "uvicorn", "--factory", "app.main:create_app", "--host", host, "--port", str(port)]
-    _start(children, Child("api", [*api, "--no-access-log"]), log)
+    # An open event stream must not hold Ctrl-C: its client resumes where it was.
+    _start(children, Child("api", [*api, "--no-access-log", "--timeout-graceful-shutdown", "1"]), log)
     _wait_for(lambda: _node_registered(started), children, stop, "the node worker")
     _wait_for(lambda: _accepts(host, port), children, stop, "the API")
 

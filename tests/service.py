@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import psutil
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob
 
+from tests.servers import free_port
 from worker import launch
 
 TERMINAL = {"succeeded", "failed", "cancelled"}
@@ -135,12 +135,6 @@ def trainer_processes_of(job_id: str) -> list[psutil.Process]:
 def processes_of(job_id: str) -> list[psutil.Process]:
     """Every living process that belongs to a job: supervisor, torch elastic, ranks, verifier."""
     return [process for process in psutil.process_iter() if _belongs(process, job_id)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _belongs(process: psutil.Process, job_id: str) -> bool:

@@ -4,7 +4,7 @@ import secrets
 import time
 from typing import Any
 
-from sqlalchemy import or_, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app import db, queue
@@ -98,12 +98,6 @@ def get_job(session: Session, project_id: str, job_id: str) -> Job:
     if job is None:
         raise NotFound(f"No such fine-tuning job: {job_id}", code="job_not_found", param="fine_tuning_job_id")
     return job
-
-
-def job_using_file(session: Session, file_id: str) -> str | None:
-    """A job that still needs this file, if there is one."""
-    needed = or_(Job.training_file == file_id, Job.validation_file == file_id)
-    return session.scalar(select(Job.id).where(needed, Job.status.not_in(TERMINAL)).limit(1))
 
 
 def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
