@@ -50,6 +50,12 @@ class Settings(BaseSettings):
     node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")
     node_cpu_slots: int = Field(default=1, ge=1, le=1024, description="Jobs that may run at once on a node without GPUs.")
 
+    dequantized_cache_gb: float = Field(
+        default=600.0,
+        gt=0,
+        description="Per node, disk for bfloat16 copies of MXFP4 models; the least used go first. The two gpt-oss take 275.",
+    )
+
     heartbeat_s: float = Field(
         default=2.0, gt=0, description="How often nodes and supervisors report, and so how fast a cancel arrives."
     )
@@ -85,6 +91,11 @@ class Settings(BaseSettings):
     @property
     def resolved_workspace_dir(self) -> Path:
         return (self.workspace_dir or self.data_dir / "workspace").resolve()
+
+    @property
+    def dequantized_cache_dir(self) -> Path:
+        """Beside the workspaces: a bfloat16 copy per MXFP4 model, mapped by every rank of this node."""
+        return self.resolved_workspace_dir.parent / "dequantized"
 
     @property
     def resolved_model_roots(self) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from app.config import get_settings
 from app.jobs.spec import TrainingSpec
 from app.process import die_with_parent
 from worker.workspace import Run, Workspace
@@ -33,7 +34,11 @@ def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids:
         *("--log-dir", str(workspace.root / "torchelastic"), "--tee", "3"),
         *("-m", "worker.trainer.train", str(workspace.root)),
     ]
-    extra = {"TORCHELASTIC_ERROR_FILE": str(workspace.error)}
+    extra = {
+        "TORCHELASTIC_ERROR_FILE": str(workspace.error),
+        "TUNEYARD_DEQUANTIZED_CACHE": str(get_settings().dequantized_cache_dir),
+        "TUNEYARD_DEQUANTIZED_CACHE_GB": str(get_settings().dequantized_cache_gb),
+    }
     if gpu_uuids:
         extra["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     return _start(command, workspace, run, extra)

@@ -176,6 +176,7 @@ class TestCheckpoints:
         else:
             (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:100])
         workspace.metrics.unlink()
+        workspace.result.unlink()  # a killed run leaves none
         run_here(workspace)
         assert list(losses(workspace)) == [3, 4]
         messages = [line["message"] for line in lines(workspace.log)]
@@ -185,9 +186,18 @@ class TestCheckpoints:
     def test_a_checkpoint_of_other_data_is_refused(self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere) -> None:
         workspace = make_workspace("w", llama, training={"max_steps": 2})
         run_here(workspace)
+        workspace.result.unlink()  # a killed run leaves none
         tiny.write_rows(workspace.train_data, tiny.chat_rows(12))
         with pytest.raises(TrainerError, match=r"resume_not_exact.*data"):
             run_here(workspace)
+
+    def test_a_finished_run_starts_over(self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere) -> None:
+        workspace = make_workspace("w", llama, training={"max_steps": 2})
+        run_here(workspace)
+        first = losses(workspace)
+        run_here(workspace)
+        assert losses(workspace) == first
+        assert [line["step"] for line in lines(workspace.metrics)] == [1, 2]
 
 
 class TestArtifact:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
