@@ -53,7 +53,7 @@ class Settings(BaseSettings):
     dequantized_cache_gb: float = Field(
         default=600.0,
         gt=0,
-        description="Per node, disk for bfloat16 copies of MXFP4 models; the least used go first. The two gpt-oss take 275.",
+        description="Per node, disk for bfloat16 copies of MXFP4 models; the least used go first. Both gpt-oss take 275.",
     )
 
     heartbeat_s: float = Field(

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import select
@@ -120,7 +121,9 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     model = dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)}
     resources = dict(requested.get("resources", {})) | {"accelerator": _resolve_resources(session, body.spec)}
     seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
-    resolved = requested | {"training": training, "model": model, "resources": resources, "seed": seed}
+    # Templates that print the day must print the same one in every attempt.
+    data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
+    resolved = requested | {"training": training, "model": model, "resources": resources, "data": data, "seed": seed}
     return TrainingSpec.model_validate(resolved)
 
 

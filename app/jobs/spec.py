@@ -102,7 +102,7 @@ class DataSection(Section):
         default=None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
         description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "
-        "Default: the day the run starts.",
+        "Default: the day the job is created.",
     )
 
 
