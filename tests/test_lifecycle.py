@@ -51,7 +51,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", tiny.chat_rows(ROWS))
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+DATABASES = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("sqlite", "postgresql")]
+
+
+@pytest.fixture(scope="module", params=DATABASES)
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Service]:
     """The embedded service, and the same code on PostgreSQL and a Valkey of its own."""
     environment = {"TUNEYARD_MODEL_ROOTS": json.dumps([str(models)]), "TUNEYARD_NODE_CPU_SLOTS": "2"}
