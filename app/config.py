@@ -29,6 +29,16 @@ class Settings(BaseSettings):
     admin_api_key: SecretStr | None = Field(
         default=None, description="API key to create at the first start. Default: one is made and printed."
     )
+    signing_key: SecretStr | None = Field(
+        default=None,
+        description="Ed25519 key that signs manifests: 32 bytes in base64, the same on all hosts. Default: made in the data "
+        "directory.",
+    )
+    secrets_key: SecretStr | None = Field(
+        default=None,
+        description="Key that encrypts named secrets: 32 bytes in base64, the same on all hosts. Default: made in the data "
+        "directory.",
+    )
     organization_id: str = Field(default="org-tuneyard", description="The `organization_id` of every job.")
     model_owner: str = Field(
         default="tuneyard", max_length=32, description="The organization part of the names of fine-tuned models."

@@ -14,6 +14,7 @@ from app import health, log, validation
 from app.errors import InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
+from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
 from app.requests import RequestIds
@@ -46,7 +47,7 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, health.router):
+    for router in (files.router, jobs.streams, jobs.router, models.router, manifests.router, nodes.router, health.router):
         app.include_router(router, responses=ERROR_RESPONSES)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

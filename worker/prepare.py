@@ -15,6 +15,7 @@ from app.jobs import attempts, sources
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
+from app.manifests.check import sha256_of
 from worker.failures import JobFailed
 from worker.heartbeat import Heartbeat
 from worker.workspace import Run, Workspace, write_json
@@ -33,6 +34,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     if job.validation_file is not None:
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
+    _check_data(workspace, run, job)
     _fetch_checkpoint(workspace, job)
     told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
@@ -55,6 +57,20 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     if count == 0:
         raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
     return count
+
+
+def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
+    """An attempt trains on what the first one trained on, and a rerun on what the job it repeats did."""
+    files = {"training": workspace.train_data, "validation": workspace.validation_data}
+    found = {split: sha256_of(path) for split, path in files.items() if path.exists()}
+    if job.data_sha256 is None:
+        job.data_sha256 = found
+        with db.write() as session:
+            attempts.record_data(session, run.job_id, run.attempt, found)
+    for split, sha256 in job.data_sha256.items():
+        if found.get(split) != sha256:
+            message = f"The {split} rows are not the ones this job began with: create a new job for them."
+            raise JobFailed("training_data_changed", message, f"{split}_file")
 
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from worker.trainer.callbacks import is_first_rank
 from worker.trainer.data import Data
 from worker.trainer.methods import Trainer, device
 from worker.trainer.model import load_base
+from worker.trainer.provenance import record_facts
 from worker.workspace import Workspace
 
 MAX_PROBE_TOKENS = 128
@@ -43,8 +44,10 @@ def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer
         _finish_folder(target, spec, tokenizer)
     del weights
     _write_probe(trainer, model, workspace, data)
-    if is_lora and spec.export.merged and is_first_rank():
-        _save_merged(target, workspace.export / "merged", spec, tokenizer)
+    if is_first_rank():
+        if is_lora and spec.export.merged:
+            _save_merged(target, workspace.export / "merged", spec, tokenizer)
+        record_facts(workspace, spec, tokenizer)
 
 
 def full_weights(model: nn.Module, *, only_trained: bool) -> dict[str, torch.Tensor]:
