@@ -1,7 +1,6 @@
 """Fill the workspace before any trainer starts: the spec, the rows in canonical form, the checkpoint to go on from."""
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     try:
         with target.open("w", encoding="utf-8") as file:
             for count, row in enumerate(_rows_of(source, param, job), start=1):
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(dataset.canonical_line(row))
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
     except dataset.InvalidDataset as error:

@@ -169,7 +169,8 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `cancel_requested_at`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`,
+    `cancel_requested_at`, `rerun_of`, `tracking`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -198,6 +199,8 @@ class JobOut(BaseModel):
     attempt: int
     started_at: int | None
     cancel_requested_at: int | None
+    rerun_of: str | None
+    tracking: list[Any]
 
     @classmethod
     def of(cls, job: Job | Row[Any]) -> Self:
@@ -228,6 +231,8 @@ class JobOut(BaseModel):
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
             cancel_requested_at=_seconds(job.cancel_requested_at),
+            rerun_of=job.rerun_of,
+            tracking=job.tracking or [],
         )
 
 

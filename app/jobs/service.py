@@ -119,7 +119,7 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
         _refuse_both(training, "gradient_accumulation_steps", "batch_size")
         training |= _split_batch(int(batch_size), body.spec.world_size, training.get("per_device_train_batch_size"))
     model = dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)}
-    resources = dict(requested.get("resources", {})) | {"accelerator": _resolve_resources(session, body.spec)}
+    resources = dict(requested.get("resources", {})) | {"accelerator": check_resources(session, body.spec)}
     seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
     # Templates that print the day must print the same one in every attempt.
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
@@ -138,7 +138,7 @@ def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
     }
 
 
-def _resolve_resources(session: Session, spec: TrainingSpec) -> str:
+def check_resources(session: Session, spec: TrainingSpec) -> str:
     """The accelerator the job will run on; refused where no registered node could ever hold one node's part of it."""
     largest = nodes.largest_slots(session)
     wanted = spec.resources.accelerator

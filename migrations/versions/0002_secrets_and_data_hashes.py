@@ -1,4 +1,4 @@
-"""Named secrets; per job the hashes of its rows, and the job it repeats."""
+"""Named secrets; per job the hashes of its rows, the job it repeats, its runs in trackers."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -15,6 +15,7 @@ depends_on = None
 def upgrade() -> None:
     op.add_column("jobs", sa.Column("data_sha256", JSON, nullable=True))
     op.add_column("jobs", sa.Column("rerun_of", sa.String(length=64), nullable=True))
+    op.add_column("jobs", sa.Column("tracking", JSON, nullable=True))
     op.create_table(
         "secrets",
         sa.Column("id", sa.String(length=64), nullable=False),
@@ -30,5 +31,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table("secrets")
+    op.drop_column("jobs", "tracking")
     op.drop_column("jobs", "rerun_of")
     op.drop_column("jobs", "data_sha256")

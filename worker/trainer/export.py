@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -105,9 +106,23 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], target: Pa
 
 def _save_merged(adapter: Path, target: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Base and adapter in one: from a fresh base, as the live one may be sharded."""
-    model = PeftModel.from_pretrained(load_base(spec), str(adapter)).merge_and_unload()
+    model = merge(PeftModel.from_pretrained(load_base(spec), str(adapter)))
     model.save_pretrained(target, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
     _finish_folder(target, spec, tokenizer)
+
+
+def merge(model: PeftModel) -> PreTrainedModel:
+    """The base with the adapter in its weights. Each weight is added up in float32 and rounded once, and only one is in
+    float32 at a time: PEFT adds in the weights' own type, which rounds twice."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weight: Any = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
+            dtype = weight.dtype
+            weight.data = weight.data.float()
+            module.merge()
+            weight.data = weight.data.to(dtype)
+    merged: PreTrainedModel = model.unload()
+    return merged
 
 
 def _finish_folder(folder: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
