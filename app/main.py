@@ -18,6 +18,7 @@ from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
 from app.requests import RequestIds
+from app.secrets import routes as secrets
 
 DESCRIPTION = """
 OpenAI's fine-tuning API on your own machines and open weights: point the official `openai` SDK at `/v1`.
@@ -47,7 +48,16 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    for router in (files.router, jobs.streams, jobs.router, models.router, manifests.router, nodes.router, health.router):
+    for router in (
+        files.router,
+        jobs.streams,
+        jobs.router,
+        models.router,
+        manifests.router,
+        secrets.router,
+        nodes.router,
+        health.router,
+    ):
         app.include_router(router, responses=ERROR_RESPONSES)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

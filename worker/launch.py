@@ -22,8 +22,10 @@ from worker.workspace import Run, Workspace
 MARK = "TUNEYARD_ATTEMPT"
 
 
-def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
-    """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks."""
+def start_trainer(
+    workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks. Secrets go by the environment only."""
     port = _free_port()
     command = [
         *("-m", "torch.distributed.run"),
@@ -41,13 +43,15 @@ def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids:
     }
     if gpu_uuids:
         extra["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
-    return _start(command, workspace, run, extra)
+    return _start(command, workspace, run, extra | secrets)
 
 
-def start_verifier(workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
+def start_verifier(
+    workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
     """Start the reload of stored files in a fresh process."""
     extra = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_uuids)} if gpu_uuids else {}
-    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, extra)
+    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, extra | secrets)
 
 
 def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:

@@ -19,6 +19,7 @@ from app.jobs.spec import FULL_LEARNING_RATE, LORA_LEARNING_RATE, TrainingSpec
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
 from app.nodes import service as nodes
+from app.secrets import service as secrets_of_projects
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
@@ -38,6 +39,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     if body.validation_file is not None:
         sources.check_data_source(session, project_id, body.validation_file, "validation_file")
     spec = resolve_spec(session, body)
+    secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
     job = Job(
         id=new_id("ftjob-"),
         project_id=project_id,

@@ -7,13 +7,26 @@ trainer can use it without the service.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 LORA_LEARNING_RATE = 2e-4
 FULL_LEARNING_RATE = 2e-5
 
 ChatMessage = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _credential(name: str) -> str:
+    if name.startswith("TUNEYARD_"):
+        raise ValueError("TUNEYARD_ variables are the service's own")
+    return name
+
+
+# Only names that stand for a credential: others change how a process runs.
+EnvironmentName = Annotated[
+    str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,55}_(TOKEN|KEY|PASSWORD|SECRET)$"), AfterValidator(_credential)
+]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 
 class Section(BaseModel):
@@ -223,6 +236,12 @@ class TrainingSpec(Section):
     checkpoints: CheckpointsSection = CheckpointsSection()
     export: ExportSection = ExportSection()
     resources: ResourcesSection = ResourcesSection()
+    secrets: dict[EnvironmentName, SecretName] = Field(
+        default={},
+        max_length=16,
+        description="Environment variable of the job's processes -> name of a secret. Variables end in `_TOKEN`, `_KEY`, "
+        "`_PASSWORD` or `_SECRET`; `HF_TOKEN` opens gated models.",
+    )
 
     @model_validator(mode="before")
     @classmethod
