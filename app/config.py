@@ -56,6 +56,17 @@ class Settings(BaseSettings):
     )
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1, description="Largest file an upload may have.")
 
+    mlflow_tracking_uri: str = Field(
+        default="", description="MLflow server of jobs that name none. Default: none; `databricks` means the workspace's own."
+    )
+    mlflow_allowed_uris: list[str] = Field(default=[], description="Further MLflow servers that a job may name.")
+    mlflow_registry_uri: str = Field(
+        default="", description="Where models are registered, such as `databricks-uc`. Default: the job's MLflow server."
+    )
+    tracking_patience_s: float = Field(
+        default=24 * 3600.0, gt=0, description="How long after a job's end a tracker that is away is still tried."
+    )
+
     node_name: str | None = Field(default=None, description="This machine's name among the nodes. Default: its host name.")
     node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")
     node_cpu_slots: int = Field(default=1, ge=1, le=1024, description="Jobs that may run at once on a node without GPUs.")

@@ -28,7 +28,7 @@ from app.jobs.tables import Job
 from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
-from worker import launch, prepare, publish
+from worker import launch, prepare, publish, tracking
 from worker.failures import JobFailed, failure_of
 from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.redaction import Redactor
@@ -94,6 +94,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids, secrets)
+        _tolerating_outage(partial(tracking.start_all, run, job, workspace))
         _follow(process, run, workspace, heartbeat, reporter)
         result = _result_of(workspace)
         return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat, secrets))

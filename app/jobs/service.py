@@ -9,12 +9,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app import db, queue
+from app.config import get_settings
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.ids import new_id
 from app.jobs import events, sources
 from app.jobs.events import NewEvent
-from app.jobs.schemas import JobCreate
+from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
 from app.jobs.spec import FULL_LEARNING_RATE, LORA_LEARNING_RATE, TrainingSpec
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
@@ -33,8 +34,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
 
     Raises InvalidRequest naming the `param` to change.
     """
-    if body.integrations:
-        raise InvalidRequest("No integration is offered yet: leave `integrations` out.", param="integrations")
+    _check_integrations(session, project_id, body.integrations)
     sources.check_data_source(session, project_id, body.training_file, "training_file")
     if body.validation_file is not None:
         sources.check_data_source(session, project_id, body.validation_file, "validation_file")
@@ -52,7 +52,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
         method={"type": spec.method, spec.method: {"hyperparameters": hyperparameters(spec)}},
         spec=spec.model_dump(mode="json"),
         job_metadata=body.metadata,
-        integrations=[],
+        integrations=[integration.model_dump(mode="json") for integration in body.integrations],
         priority=spec.resources.priority,
         accelerator=spec.resources.accelerator,
         result_files=[],
@@ -127,6 +127,19 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
     resolved = requested | {"training": training, "model": model, "resources": resources, "data": data, "seed": seed}
     return TrainingSpec.model_validate(resolved)
+
+
+def _check_integrations(session: Session, project_id: str, integrations: list[IntegrationRequest]) -> None:
+    settings = get_settings()
+    for index, integration in enumerate(integrations):
+        param = f"integrations[{index}]"
+        if isinstance(integration, WandbIntegration):
+            raise InvalidRequest("Weights & Biases is not offered yet: use `mlflow`.", code="not_offered", param=param)
+        uri = integration.mlflow.tracking_uri or settings.mlflow_tracking_uri
+        if not uri or uri not in (settings.mlflow_tracking_uri, *settings.mlflow_allowed_uris):
+            message = f"The operator has allowed no MLflow server `{uri}`: leave `tracking_uri` out, or ask for it."
+            raise InvalidRequest(message, code="tracking_uri_not_allowed", param=f"{param}.mlflow.tracking_uri")
+        secrets_of_projects.require(session, project_id, integration.mlflow.secrets.values(), f"{param}.mlflow.secrets")
 
 
 def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
