@@ -73,10 +73,10 @@ def _finding(message: str, param: str | None, code: str) -> dict[str, str | None
 def _path(parts: Sequence[str | int], body: object, error_type: str) -> str:
     """The dotted path of the value in the body. Pydantic puts names of union branches between: they are no keys there."""
     path = ""
-    for part in parts:
+    for place, part in enumerate(parts, start=1):
         if isinstance(part, int) and isinstance(body, Sequence) and part < len(body):
             path, body = f"{path}[{part}]", body[part]
-        elif isinstance(body, Mapping) and (part in body or error_type == "missing"):
+        elif isinstance(body, Mapping) and (part in body or (error_type == "missing" and place == len(parts))):
             path, body = (f"{path}.{part}" if path else str(part)), body.get(part)
     return path
 
