@@ -15,7 +15,7 @@ from worker.workspace import Run
 
 log = logging.getLogger(__name__)
 
-Reason = Literal["cancel", "time_limit", "shutdown", "unreachable", "crashed", "lost"]
+Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "crashed", "lost"]
 
 
 class Stopped(Exception):
@@ -100,5 +100,7 @@ class Heartbeat:
             self.request_stop("lost")
         elif lease.cancel_requested:
             self.request_stop("cancel")
+        elif lease.pause_requested:
+            self.request_stop("pause")
         elif self._time_limit_s is not None and lease.run_seconds > self._time_limit_s:
             self.request_stop("time_limit")

@@ -6,6 +6,7 @@ It outlives the Celery worker that started it. The one place that decides how an
 when no process of the attempt is left.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from app import db
@@ -74,9 +75,17 @@ def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat:
         return _end_of_stop(run, stopped.reason)
     except JobFailed as error:
         return _failing(run, error)
+    except OperationalError:
+        log.warning("the database went away", exc_info=True)
+        return _losing(run, "The database was unreachable", counts=False)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return _failing(
+                run, JobFailed("disk_full", "The node's disk or the storage is full: free space, then start the job again.")
+            )
+        return _crashing(run, error)
     except Exception as error:
-        log.exception("the supervisor failed")
-        return _failing(run, JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}."))
+        return _crashing(run, error)
 
 
 def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> attempts.Outcome:
@@ -144,6 +153,8 @@ def _end_of_stop(run: Run, reason: Reason) -> End:
     match reason:
         case "cancel":
             return lambda session: attempts.cancel(session, run.job_id, run.attempt)
+        case "pause":
+            return lambda session: attempts.pause(session, run.job_id, run.attempt)
         case "time_limit":
             message = "The job reached spec.resources.time_limit_s: set a longer limit."
             return _failing(run, JobFailed("time_limit_exceeded", message, "spec.resources.time_limit_s"))
@@ -159,6 +170,11 @@ def _end_of_stop(run: Run, reason: Reason) -> End:
 
 def _losing(run: Run, why: str, *, counts: bool = True) -> End:
     return lambda session: attempts.lose(session, run.job_id, run.attempt, why, counts=counts)
+
+
+def _crashing(run: Run, error: Exception) -> End:
+    log.exception("the supervisor failed")
+    return _failing(run, JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}."))
 
 
 def _failing(run: Run, error: JobFailed) -> End:

@@ -17,14 +17,13 @@ from app.jobs.tables import Artifact, Checkpoint, Job, Metrics
 from app.models import service as models
 from app.nodes import service as nodes
 
-STARTED = "The job is running"
-
 
 @dataclass(frozen=True)
 class Lease:
     """The answer to a renewal: what the user has asked for meanwhile, and how long the job has run, all attempts together."""
 
     cancel_requested: bool
+    pause_requested: bool
     run_seconds: float
 
 
@@ -89,7 +88,7 @@ def begin(session: Session, job_id: str) -> int:
 def start(session: Session, job_id: str, attempt: int) -> bool:
     """The attempt has a supervisor: the job runs, under a lease."""
     guards = (Job.status == Status.QUEUED, Job.attempt == attempt)
-    told = NewEvent(STARTED, data={"attempt": attempt})
+    told = NewEvent("The job is running", data={"attempt": attempt})
     times = {
         "started_at": func.coalesce(Job.started_at, now()),
         "lease_expires_at": _lease_end(),
@@ -104,11 +103,11 @@ def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Le
         update(Job)
         .where(*_held(job_id, attempt))
         .values(lease_expires_at=_lease_end(), run_seconds=Job.run_seconds + ran_s)
-        .returning(Job.cancel_requested_at, Job.run_seconds)
+        .returning(Job.cancel_requested_at, Job.pause_requested_at, Job.run_seconds)
         .execution_options(synchronize_session=False)
     )
     row = session.execute(renewed).one_or_none()
-    return None if row is None else Lease(cancel_requested=row[0] is not None, run_seconds=row[1])
+    return None if row is None else Lease(row[0] is not None, row[1] is not None, row[2])
 
 
 def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) -> bool:
@@ -213,7 +212,6 @@ def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bo
         trained_tokens=outcome.trained_tokens,
         result_files=[outcome.result_file] if outcome.result_file else [],
         answers=outcome.answers,
-        estimated_finish=None,
     )
 
 
@@ -221,12 +219,20 @@ def fail(session: Session, job_id: str, attempt: int, code: str, message: str, p
     """End the job with the cause."""
     error = {"code": code, "message": message, "param": param}
     told = NewEvent(f"The job failed: {message}", level="error", data={"error": error})
-    return _end(session, job_id, attempt, Status.FAILED, told, error=error, estimated_finish=None)
+    return _end(session, job_id, attempt, Status.FAILED, told, error=error)
 
 
 def cancel(session: Session, job_id: str, attempt: int) -> bool:
     """End a job whose user asked for it; its processes are gone."""
-    return _end(session, job_id, attempt, Status.CANCELLED, NewEvent("Fine-tuning job cancelled"), estimated_finish=None)
+    return _end(session, job_id, attempt, Status.CANCELLED, NewEvent("Fine-tuning job cancelled"))
+
+
+def pause(session: Session, job_id: str, attempt: int) -> bool:
+    """Give the job's slots back, as its user asked; it goes on from its last checkpoint when they say so."""
+    told = NewEvent("Fine-tuning job paused")
+    # A pause is no failed try.
+    changes = {"pause_requested_at": None, "num_starts": Job.num_starts - 1}
+    return _leave(session, job_id, attempt, Status.PAUSED, told, **changes)
 
 
 def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True) -> bool:
@@ -239,22 +245,14 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
         return False
     if job.cancel_requested_at is not None:
         return cancel(session, job_id, attempt)
+    if job.pause_requested_at is not None:
+        return pause(session, job_id, attempt)
     limit = get_settings().max_attempts
     if counts and job.num_starts >= limit:
         return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
     told = NewEvent(f"{why}: the job is queued again", level="warn", data={"attempt": attempt})
     starts = Job.num_starts if counts else Job.num_starts - 1
-    nodes.release(session, job_id, attempt)
-    return switch_status(
-        session,
-        job_id,
-        Status.QUEUED,
-        told,
-        *_held(job_id, attempt),
-        lease_expires_at=None,
-        estimated_finish=None,
-        num_starts=starts,
-    )
+    return _leave(session, job_id, attempt, Status.QUEUED, told, num_starts=starts)
 
 
 def expired(session: Session) -> Sequence[tuple[str, int]]:
@@ -264,12 +262,17 @@ def expired(session: Session) -> Sequence[tuple[str, int]]:
 
 
 def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
-    ended = switch_status(
-        session, job_id, to, told, *_held(job_id, attempt), finished_at=now(), lease_expires_at=None, **values
+    return _leave(session, job_id, attempt, to, told, finished_at=now(), **values)
+
+
+def _leave(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
+    """The attempt is over: the job moves on and the slots are free, in one transaction."""
+    left = switch_status(
+        session, job_id, to, told, *_held(job_id, attempt), lease_expires_at=None, estimated_finish=None, **values
     )
-    if ended:
+    if left:
         nodes.release(session, job_id, attempt)
-    return ended
+    return left
 
 
 def _held(job_id: str, attempt: int) -> tuple[ColumnElement[bool], ...]:

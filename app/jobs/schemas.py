@@ -10,7 +10,6 @@ from sqlalchemy import Row
 
 from app.config import get_settings
 from app.jobs.spec import TrainingSpec
-from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.schemas import RequestModel
 
@@ -113,7 +112,9 @@ class JobCreate(RequestModel):
     validation_file: str | None = Field(default=None, min_length=1, max_length=1024, description="The same, for evaluation.")
     method: MethodRequest = MethodRequest()
     hyperparameters: Hyperparameters = Field(
-        default=Hyperparameters(), deprecated=True, description="Use `method.supervised.hyperparameters`."
+        default=Hyperparameters(),
+        json_schema_extra={"deprecated": True},  # pydantic's own flag would warn us at every look at it
+        description="Use `method.supervised.hyperparameters`.",
     )
     suffix: Annotated[str, AfterValidator(_valid_suffix)] | None = Field(
         default=None, min_length=1, max_length=64, description="Part of the new model's name."
@@ -169,7 +170,7 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `cancel_requested_at`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -197,7 +198,6 @@ class JobOut(BaseModel):
     queue: Queue | None
     attempt: int
     started_at: int | None
-    cancel_requested_at: int | None
 
     @classmethod
     def of(cls, job: Job | Row[Any]) -> Self:
@@ -212,7 +212,7 @@ class JobOut(BaseModel):
             organization_id=get_settings().organization_id,
             result_files=job.result_files,
             seed=job.seed,
-            status=wire_status(job.status, job.cancel_requested_at),
+            status=wire_status(job.status, job.cancel_requested_at, job.pause_requested_at),
             trained_tokens=job.trained_tokens,
             training_file=job.training_file,
             validation_file=job.validation_file,
@@ -227,7 +227,6 @@ class JobOut(BaseModel):
             queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
-            cancel_requested_at=_seconds(job.cancel_requested_at),
         )
 
 
@@ -305,9 +304,13 @@ class MetricsOut(BaseModel):
     columns: dict[str, list[float | None]]
 
 
-def wire_status(status: str, cancel_requested_at: float | None) -> str:
+def wire_status(status: str, cancel_requested_at: float | None, pause_requested_at: float | None) -> str:
     """A job that was asked to stop says so until it has."""
-    return "cancelling" if cancel_requested_at is not None and status not in TERMINAL else status
+    if status != "running":
+        return status
+    if cancel_requested_at is not None:
+        return "cancelling"
+    return "pausing" if pause_requested_at is not None else status
 
 
 def refuse_unstorable(value: Any, path: str = "", depth: int = 0) -> None:
