@@ -273,7 +273,7 @@ def test_a_paused_job_frees_its_slot_and_goes_on_exactly(
     job = service.create_job(models / "tiny-llama", training_file, LONG, seed=7)
     service.wait_for_step(job.id, 5)
     jobs.pause(job.id)
-    wait_until(lambda: jobs.retrieve(job.id).status == "paused", "the job is paused")
+    wait_until(lambda: str(jobs.retrieve(job.id).status) == "paused", "the job is paused")
     assert not trainer_processes_of(job.id)
     assert jobs.resume(job.id).status in ("queued", "running")
     job = service.wait_for_end(job.id)
