@@ -59,7 +59,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
     if source.startswith("hf://"):
-        yield from _hub_rows(source)
+        yield from _hub_rows(source, param)
     elif source.startswith("file://"):
         path = sources.resolve_data_path(source, param)
         yield from (row.value for row in dataset.read_rows(path, path.name))
@@ -70,7 +70,7 @@ def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
             yield from (row.value for row in dataset.read_rows(stream, file.filename))
 
 
-def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+def _hub_rows(source: str, param: str) -> Iterator[dict[str, Any]]:
     """Rows of `hf://datasets/OWNER/NAME?split=train&subset=...&revision=...`, streamed."""
     import datasets  # heavy, and only needed here
 
@@ -84,21 +84,21 @@ def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
             revision=query.get("revision"),
             streaming=True,
         )
-        yield from _canonical(split)
+        yield from _canonical(split, param)
     except JobFailed:
         raise
     except Exception as error:  # whatever the Hub or the network answers, the user needs to see which data set it was
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", "training_file") from error
+        raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", param) from error
 
 
-def _canonical(split: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _canonical(split: Iterable[dict[str, Any]], param: str) -> Iterator[dict[str, Any]]:
     for number, row in zip(itertools.count(1), split, strict=False):
         try:
             yield rows.canonical(row)
         except rows.Unusable as error:
             where = f" at {error.path}" if error.path else ""
-            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", "training_file") from error
+            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", param) from error
 
 
 def _fetch_checkpoint(workspace: Workspace, job: Job) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from app.config import get_settings
 from app.db import now
 from app.ids import new_id
-from app.jobs import events
+from app.jobs import events, figures
 from app.jobs.events import NewEvent
 from app.jobs.status import Status, switch_status
 from app.jobs.tables import Artifact, Checkpoint, Job, Metrics
@@ -81,8 +81,22 @@ def explain_wait(session: Session, job: Job, reason: str) -> None:
 
 def begin(session: Session, job_id: str) -> int:
     """The number of a new attempt; whatever an older one still writes is refused from now on."""
-    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, wait_reason=None).returning(Job.attempt)
+    numbered = (
+        update(Job)
+        .where(Job.id == job_id)
+        .values(attempt=Job.attempt + 1, wait_reason="A node is starting the job.")
+        .returning(Job.attempt)
+    )
     return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
+
+
+def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
+    """No supervisor came: free the slots, and let the job wait for other ones."""
+    told = NewEvent("The node did not start the job: it waits for another placement", level="warn", data={"attempt": attempt})
+    guards = (Job.attempt == attempt, Job.status == Status.QUEUED)
+    # The number moves on, so that a supervisor that comes too late finds nothing to take up.
+    if events.append(session, job_id, [told], *guards, attempt=Job.attempt + 1, wait_reason=told.message):
+        nodes.release(session, job_id, attempt)
 
 
 def start(session: Session, job_id: str, attempt: int) -> bool:
@@ -122,7 +136,7 @@ def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[
         "step": last.step,
         "total_steps": last.total_steps,
         "trained_tokens": last.trained_tokens,
-        "tokens_per_second": last.tokens_per_second,
+        "tokens_per_second": func.coalesce(last.tokens_per_second, Job.tokens_per_second),
         "estimated_finish": None if last.seconds_left is None else now() + last.seconds_left,
     }
     told = [NewEvent(_step_message(record), type="metrics", data=_step_data(record)) for record in records]
@@ -217,7 +231,7 @@ def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bo
 
 def fail(session: Session, job_id: str, attempt: int, code: str, message: str, param: str | None = None) -> bool:
     """End the job with the cause."""
-    error = {"code": code, "message": message, "param": param}
+    error = events.storable({"code": code, "message": message, "param": param})
     told = NewEvent(f"The job failed: {message}", level="error", data={"error": error})
     return _end(session, job_id, attempt, Status.FAILED, told, error=error)
 
@@ -255,10 +269,10 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
     return _leave(session, job_id, attempt, Status.QUEUED, told, num_starts=starts)
 
 
-def expired(session: Session) -> Sequence[tuple[str, int]]:
+def expired(connection: Connection) -> Sequence[tuple[str, int]]:
     """Running jobs whose lease has ended: (job id, attempt)."""
-    late = select(Job.id, Job.attempt).where(Job.status == Status.RUNNING, Job.lease_expires_at < now())
-    return [(job_id, attempt) for job_id, attempt in session.execute(late)]
+    late = select(Job.id, Job.attempt).where(Job.status == Status.RUNNING, Job.lease_expires_at < now()).order_by(Job.id)
+    return [(job_id, attempt) for job_id, attempt in connection.execute(late)]
 
 
 def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
@@ -286,16 +300,11 @@ def _lease_end() -> ColumnElement[float]:
 
 def _step_message(record: StepRecord) -> str:
     shown = {"loss": "training loss", "eval_loss": "validation loss"}
-    figures = [f"{shown[name]}={value:.4f}" for name, value in record.values.items() if name in shown and value is not None]
-    return f"Step {record.step}/{record.total_steps}: {', '.join(figures) or 'no loss'}"
+    told = [f"{shown[name]}={value:.4f}" for name, value in record.values.items() if name in shown and value is not None]
+    return f"Step {record.step}/{record.total_steps}: {', '.join(told) or 'no loss'}"
 
 
 def _step_data(record: StepRecord) -> dict[str, Any]:
-    openais = {
-        "train_loss": record.values.get("loss"),
-        "train_mean_token_accuracy": record.values.get("mean_token_accuracy"),
-        "valid_loss": record.values.get("eval_loss"),
-        "valid_mean_token_accuracy": record.values.get("eval_mean_token_accuracy"),
-    }
+    openais = {figures.OPENAI_NAMES[name]: value for name, value in record.values.items() if name in figures.OPENAI_NAMES}
     known = {name: value for name, value in openais.items() if value is not None}
     return {"step": record.step, "total_steps": record.total_steps} | known | {"tokens_per_second": record.tokens_per_second}

@@ -9,19 +9,13 @@ from pydantic_core import PydanticCustomError
 from sqlalchemy import Row
 
 from app.config import get_settings
+from app.jobs.figures import in_openais_words
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.schemas import RequestModel
 
 MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_DEPTH = 64  # a tool's JSON schema in a prompt is the deepest thing anybody sends
-CHECKPOINT_METRICS = {
-    "loss": "train_loss",
-    "mean_token_accuracy": "train_mean_token_accuracy",
-    "eval_loss": "valid_loss",
-    "eval_mean_token_accuracy": "valid_mean_token_accuracy",
-}
-"""Our names of figures -> OpenAI's."""
 
 
 def _auto_is_absent(value: Any) -> Any:
@@ -221,7 +215,7 @@ class JobOut(BaseModel):
             metadata=job.job_metadata,
             method=job.method,
             suffix=job.suffix,
-            spec=job.spec,  # validated here: a spec of an older version shows today's defaults
+            spec=TrainingSpec.stored(job.spec),
             progress=Progress(step=job.step, total_steps=job.total_steps, tokens_per_second=job.tokens_per_second),
             answers=job.answers,
             queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
@@ -268,7 +262,7 @@ class CheckpointOut(BaseModel):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | Row[Any]) -> Self:
-        figures = {CHECKPOINT_METRICS.get(name, name): value for name, value in checkpoint.metrics.items()}
+        figures = in_openais_words(checkpoint.metrics)
         return cls(
             id=checkpoint.id,
             created_at=int(checkpoint.created_at),

@@ -235,6 +235,11 @@ class TrainingSpec(Section):
             return value | {"training": {"learning_rate": FULL_LEARNING_RATE} | training}
         return value
 
+    @classmethod
+    def stored(cls, value: dict[str, Any]) -> Self:
+        """A spec from a job's row: fields of another version are passed over, as they were checked when the job was created."""
+        return cls.model_validate(value, extra="ignore")
+
     @property
     def world_size(self) -> int:
         """Ranks over all nodes."""

@@ -74,12 +74,13 @@ class TestSteps:
             attempts.record_steps(session, job_id, 2, [step(2, 2.4)])
             assert attempts.metrics_of(session, job_id) == [(1, {"loss": 3.0}), (2, {"loss": 2.4})]
 
-    def test_an_evaluation_adds_to_its_step(self, job_id: str) -> None:
+    def test_an_evaluation_adds_to_its_step_and_keeps_its_speed(self, job_id: str) -> None:
         evaluated = StepRecord(1, 10, {"eval_loss": 2.9}, trained_tokens=5, tokens_per_second=None, seconds_left=None)
         with db.write() as session:
             attempts.record_steps(session, job_id, 1, [step(1, 3.0)])
             attempts.record_steps(session, job_id, 1, [evaluated])
             assert attempts.metrics_of(session, job_id) == [(1, {"loss": 3.0, "eval_loss": 2.9})]
+        assert read(job_id).tokens_per_second == 1.0
 
     def test_a_loss_that_is_not_finite_is_null_not_zero(self, job_id: str) -> None:
         with db.write() as session:
@@ -116,6 +117,12 @@ class TestLose:
             attempts.lose(session, job_id, 1, "The worker was lost")
         assert read(job_id).status == "cancelled"
 
+    def test_a_cancel_after_a_pause_wins(self, job_id: str) -> None:
+        factories.update_job(job_id, pause_requested_at=1.0, cancel_requested_at=2.0)
+        with db.write() as session:
+            attempts.lose(session, job_id, 1, "The job was asked to pause", counts=False)
+        assert read(job_id).status == "cancelled"
+
     def test_a_job_that_was_to_pause_does(self, job_id: str) -> None:
         factories.update_job(job_id, pause_requested_at=1.0)
         with db.write() as session:
@@ -126,7 +133,19 @@ class TestLose:
     def test_only_leases_that_ended_are_expired(self, job_id: str) -> None:
         with db.write() as session:
             attempts.renew_lease(session, job_id, 1, 0.0)
-            assert list(attempts.expired(session)) == []
+        with db.read() as connection:
+            assert list(attempts.expired(connection)) == []
         factories.update_job(job_id, lease_expires_at=1.0)
+        with db.read() as connection:
+            assert list(attempts.expired(connection)) == [(job_id, 1)]
+
+
+class TestText:
+    def test_what_no_database_can_hold_is_replaced(self, job_id: str) -> None:
         with db.write() as session:
-            assert list(attempts.expired(session)) == [(job_id, 1)]
+            attempts.tell(session, job_id, 1, [NewEvent("a\x00b\ud800", data={"row\x00": ["\ud800"]})])
+            attempts.fail(session, job_id, 1, "invalid_training_file", "holds \x00")
+        assert messages(job_id)[0] == "a\ufffdb?"
+        job = read(job_id)
+        assert job.error is not None
+        assert job.error["message"] == "holds \ufffd"

@@ -8,7 +8,7 @@ from sqlalchemy.orm import Session
 
 from app import db
 from app.config import get_settings
-from app.jobs import attempts
+from app.jobs import attempts, service
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.keys import service as keys
@@ -81,6 +81,13 @@ class TestPlace:
         assert placement.place_all() == 1
         assert placed() == [small]
 
+    def test_a_job_nobody_can_read_keeps_no_one_waiting(self, project_id: str) -> None:
+        add_node("a", 1)
+        factories.create_job(project_id, created_at=1.0, spec={"training": {"learning_rate": "broken"}})
+        good = add_cpu_job(project_id, created_at=2.0)
+        assert placement.place_all() == 1
+        assert placed() == [good]
+
     def test_a_silent_node_gets_nothing(self, project_id: str) -> None:
         add_node("a", 1)
         with db.write() as session:
@@ -143,7 +150,18 @@ class TestClaim:
         assert placed() == []
         assert placement.place_all() == 1
         assert placement.claim(job_id, 1, 0, pid=1) is None
-        assert placement.claim(job_id, 2, 0, pid=1) is not None
+        assert placement.claim(job_id, 3, 0, pid=1) is not None
+
+    def test_a_placement_that_was_given_back_starts_nothing(self, project_id: str) -> None:
+        add_node("a", 1)
+        job_id = add_cpu_job(project_id)
+        placement.place_all()
+        service.pause_job(project_id, job_id)
+        service.resume_job(project_id, job_id)
+        assert placement.claim(job_id, 1, 0, pid=1) is None
+        with db.write() as session:
+            job = session.get_one(Job, job_id)
+            assert (job.status, job.num_starts) == ("queued", 0)
 
 
 class TestRegister:

@@ -18,14 +18,22 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from app.jobs.spec import TrainingSpec
 from worker.trainer.failures import TrainerError
 from worker.trainer.methods import Trainer, device
-from worker.workspace import CheckpointLine, LogLine, MetricsLine, Workspace, append_line, read_json, write_json
+from worker.workspace import (
+    CHECKPOINT_MARKER,
+    CheckpointLine,
+    LogLine,
+    MetricsLine,
+    Workspace,
+    append_line,
+    read_json,
+    write_json,
+)
 
 # TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
 METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss")
 EVAL_METRICS = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
 MUST_BE_FINITE = ("loss", "grad_norm")
 
-COMPLETE = "complete.json"  # present in a checkpoint once every rank has written its part and all of it is on the disk
 
 Values = dict[str, float | None]
 
@@ -135,6 +143,7 @@ class Checkpoints(TrainerCallback):
         append_line(self.workspace.checkpoint_lines, line)
         complete = [checkpoint for checkpoint in find_checkpoints(self.workspace) if checkpoint.is_complete]
         for old in complete[: -self.spec.checkpoints.keep]:
+            (old.folder / CHECKPOINT_MARKER).unlink()  # first, so that nobody takes a half-deleted one for whole
             shutil.rmtree(old.folder)
 
 
@@ -157,7 +166,7 @@ class Checkpoint:
         )
 
     def marker(self) -> dict[str, Any]:
-        marker: dict[str, Any] = read_json(self.folder / COMPLETE)
+        marker: dict[str, Any] = read_json(self.folder / CHECKPOINT_MARKER)
         return marker
 
 
@@ -183,7 +192,7 @@ def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSp
         "data": fingerprint,
         "files": sizes,
     }
-    write_json(folder / COMPLETE, marker)
+    write_json(folder / CHECKPOINT_MARKER, marker)
 
 
 def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
@@ -236,7 +245,7 @@ def _check_same_run(checkpoint: Checkpoint, spec: TrainingSpec, fingerprint: str
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE)
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKPOINT_MARKER)
 
 
 def _finite(value: Any) -> float | None:
