@@ -36,6 +36,13 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
     raise Unusable("unknown_row_format", f"A row needs {FORMATS}; this one holds {keys}.")
 
 
+def prompt(messages: list[dict[str, Any]], path: str) -> list[Message]:
+    """A chat to be answered, in canonical form; Unusable where a template could not print it."""
+    if not messages:
+        raise Unusable("no_messages", "A prompt needs at least one message.", path)
+    return [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
+
+
 def kind(row: dict[str, Any]) -> str:
     """Which of the canonical forms a row has."""
     return next(key for key in ("messages", "prompt", "text") if key in row)

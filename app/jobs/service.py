@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from app import db, queue
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
+from app.files import rows
 from app.ids import new_id
 from app.jobs import events, sources
 from app.jobs.events import NewEvent
@@ -160,7 +161,9 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
     # Templates that print the day must print the same one in every attempt.
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
-    resolved = requested | {"training": training, "model": model, "resources": resources, "data": data, "seed": seed}
+    evaluation = dict(requested.get("evaluation", {})) | {"prompts": _prompts(body.spec)}
+    chosen = {"training": training, "model": model, "resources": resources, "data": data, "evaluation": evaluation}
+    resolved = requested | chosen | {"seed": seed}
     return TrainingSpec.model_validate(resolved)
 
 
@@ -173,6 +176,15 @@ def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
         "batch_size": spec.global_batch_size,
         "learning_rate_multiplier": round(spec.training.learning_rate / base_rate, 10),
     }
+
+
+def _prompts(spec: TrainingSpec) -> list[list[rows.Message]]:
+    """The prompts as every chat template can print them: a bad one would be met only after hours of training."""
+    try:
+        given = enumerate(spec.evaluation.prompts)
+        return [rows.prompt(messages, f"spec.evaluation.prompts[{index}]") for index, messages in given]
+    except rows.Unusable as error:
+        raise InvalidRequest(error.message, code=error.code, param=error.path) from error
 
 
 def _resolve_resources(session: Session, spec: TrainingSpec) -> str:

@@ -5,12 +5,19 @@ resolved form from its directory. Names are Hugging Face's where Hugging Face ha
 trainer can use it without the service.
 """
 
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 LORA_LEARNING_RATE = 2e-4
 FULL_LEARNING_RATE = 2e-5
+
+
+def _real_day(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
 
 ChatMessage = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
@@ -98,7 +105,7 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
     )
-    template_date: str | None = Field(
+    template_date: Annotated[str, AfterValidator(_real_day)] | None = Field(
         default=None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
         description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "

@@ -81,6 +81,7 @@ class TestCreateJob:
                 "only there",
             ),
             ({"hyperparameters": {"batch_size": "big"}}, "hyperparameters.batch_size", "integer"),
+            ({"spec": {"data": {"template_date": "2026-02-30"}}}, "spec.data.template_date", "day"),
             ({"suffix": "x" * 65}, "suffix", "64"),
             ({"suffix": "a:b"}, "suffix", "letters"),
             ({"seed": -1}, "seed", "0"),
@@ -103,6 +104,23 @@ class TestCreateJob:
         assert answer.status_code == 422
         assert error["param"] == param
         assert words in error["message"]
+
+    @pytest.mark.parametrize(
+        ("prompt", "place"),
+        [
+            ([], ""),
+            ([{"role": "user"}], "[0].content"),
+            ([{"role": "user", "content": 5}], "[0].content"),
+            ([{"role": "system", "content": "Be brief."}, {"role": "wizard", "content": "Hi"}], "[1].role"),
+        ],
+    )
+    def test_a_prompt_no_template_can_print_is_refused(
+        self, http: httpx2.Client, training_file: str, prompt: list[dict[str, Any]], place: str
+    ) -> None:
+        spec = {"evaluation": {"prompts": [[{"role": "user", "content": "Hi"}], prompt]}}
+        answer = http.post(JOBS, json={"model": MODEL, "training_file": training_file, "spec": spec})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "spec.evaluation.prompts[1]" + place
 
     def test_a_bottomless_value_is_refused(self, http: httpx2.Client) -> None:
         content = '{"spec": {"evaluation": {"prompts": ' + "[" * 500 + "]" * 500 + "}}}"
