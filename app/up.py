@@ -60,7 +60,7 @@ class Child:
 
 
 def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; raises CannotStart before anything is left behind."""
+    """Serve until SIGINT, SIGTERM or SIGHUP; raises CannotStart before anything is left behind."""
     os.environ["TUNEYARD_DATA_DIR"] = str(data_dir.resolve())
     get_settings.cache_clear()
     lock = _prepare_data_dir(data_dir)
@@ -227,10 +227,26 @@ def _stop_all(children: list[Child]) -> None:
     """Stop what makes work first, then what carries it: supervisors save and requeue their jobs while the database is there."""
     for name in ("node", "control", "api"):
         _terminate([child for child in children if child.name == name])
-    supervisors = [process for process in psutil.Process().children() if not _is_child(process, children)]
-    _end_processes(supervisors, get_settings().stop_grace_s + STOP_TIMEOUT_S)
+    strangers = [process for process in psutil.Process().children() if not _is_child(process, children)]
+    _end_processes([*strangers, *_adopted_supervisors()], get_settings().stop_grace_s + STOP_TIMEOUT_S)
     _terminate([child for child in children if child.name == "valkey"])
     _end_processes(psutil.Process().children(recursive=True), 1.0)
+
+
+def _adopted_supervisors() -> list[psutil.Process]:
+    """Supervisors on this data directory that an `up` before us left when it was killed: init is their parent."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "worker.supervisor" in process.cmdline() and process.ppid() != os.getpid() and _serves_us(process):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _serves_us(process: psutil.Process) -> bool:
+    return bool(process.environ().get("TUNEYARD_DATA_DIR") == os.environ["TUNEYARD_DATA_DIR"])
 
 
 def _terminate(stopping: list[Child]) -> None:
@@ -259,7 +275,7 @@ def _is_child(process: psutil.Process, children: list[Child]) -> bool:
 
 
 class _Stop:
-    """Set by SIGINT and SIGTERM."""
+    """Set by SIGINT, SIGTERM, and SIGHUP: the terminal was closed."""
 
     requested = False
 
@@ -271,4 +287,6 @@ def _stop_on_signals() -> _Stop:
     stop = _Stop()
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, stop)
     return stop

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from openai import AsyncOpenAI, ConflictError
 from openai.types.fine_tuning import FineTuningJob
@@ -292,6 +293,23 @@ def test_a_stopped_service_finds_its_jobs_again(models: Path, rows: Path, tmp_pa
         job = service.wait_for_end(job.id)
         assert job.status == "succeeded", job.error
         assert len(_losses(service, job.id)) == 200
+
+
+def test_a_killed_service_leaves_only_its_jobs_and_the_next_one_ends_them(models: Path, rows: Path, tmp_path: Path) -> None:
+    with running(tmp_path / "data", TUNEYARD_MODEL_ROOTS=json.dumps([str(models)])) as service:
+        job = service.create_job(models / "tiny-llama", service.upload(rows), ENDLESS)
+        service.wait_for_step(job.id, 3)
+        assert service.process is not None
+        everything = psutil.Process(service.process.pid).children(recursive=True)
+        its_own = [process for process in everything if process not in processes_of(job.id)]
+        service.stop(signal.SIGKILL)
+        _, alive = psutil.wait_procs(its_own, timeout=10)
+        assert not alive
+        service.start()
+        found = service.client.fine_tuning.jobs.retrieve(job.id)
+        assert (found.status, (found.model_extra or {})["attempt"]) == ("running", 1)
+        assert service.stop(signal.SIGHUP) == 0
+        assert not processes_of(job.id)
 
 
 def _losses(service: Service, job_id: str) -> list[float]:
