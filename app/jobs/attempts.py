@@ -225,7 +225,7 @@ def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bo
         fine_tuned_model=outcome.model_id,
         trained_tokens=outcome.trained_tokens,
         result_files=[outcome.result_file] if outcome.result_file else [],
-        answers=outcome.answers,
+        answers=events.storable(outcome.answers),  # a model may well say NUL
     )
 
 

@@ -149,3 +149,9 @@ class TestText:
         job = read(job_id)
         assert job.error is not None
         assert job.error["message"] == "holds \ufffd"
+
+    def test_an_answer_that_holds_nul_does_not_keep_the_job_from_its_end(self, job_id: str) -> None:
+        answers = [{"messages": [], "base": "a\x00b", "tuned": "c"}]
+        with db.write() as session:
+            assert attempts.succeed(session, job_id, 1, Outcome("m", 1, [], None, answers))
+        assert read(job_id).answers == [{"messages": [], "base": "a\ufffdb", "tuned": "c"}]
