@@ -6,6 +6,7 @@ It outlives the Celery worker that started it. The one place that decides how an
 when no process of the attempt is left.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -104,7 +105,8 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
         result = _result_of(workspace)
         return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat))
     finally:
-        _tolerating_outage(partial(reporter.upload_log, at_once=True))
+        with contextlib.suppress(OSError):  # why the attempt ends matters more than its log
+            reporter.upload_log(at_once=True)
 
 
 def _follow(process: subprocess.Popen[bytes], run: Run, heartbeat: Heartbeat, reporter: Reporter) -> None:
