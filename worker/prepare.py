@@ -45,6 +45,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     try:
         with target.open("w", encoding="utf-8") as file:
             for count, row in enumerate(_rows_of(source, param, job), start=1):
+                _check_method(row, job, count, param)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
@@ -55,6 +56,13 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     if count == 0:
         raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
     return count
+
+
+def _check_method(row: dict[str, Any], job: Job, number: int, param: str) -> None:
+    try:
+        rows.check_method(row, job.spec["method"])
+    except rows.Unusable as error:
+        raise JobFailed("invalid_training_file", f"Row {number}: {error.message} ({error.code})", param) from error
 
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
