@@ -125,7 +125,8 @@ class TrainingSection(Section):
         default=LORA_LEARNING_RATE,
         gt=0.0,
         le=1.0,
-        description="Peak learning rate. Default 2e-4 for LoRA, 2e-5 for full weights; with `dpo`, `kto` and `orpo` 1e-5 and 1e-6.",
+        description="Peak learning rate. Default 2e-4 for LoRA, 2e-5 for full weights; with `dpo`, `kto` and `orpo` 1e-5 and "
+        "1e-6.",
     )
     lr_scheduler_type: Literal["linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"] = Field(
         default="cosine", description="How the learning rate falls after the warm-up."
@@ -178,7 +179,8 @@ class PreferenceSection(Section):
         default=1.0,
         gt=0.0,
         le=100.0,
-        description="`kto`: weight of rows with label false. With fewer of one kind, raise its weight until both sums are alike.",
+        description="`kto`: weight of rows with label false. With fewer of one kind, raise its weight until both "
+        "sums are alike.",
     )
 
 
@@ -213,7 +215,8 @@ class EvaluationSection(Section):
     )
     keep_best: bool = Field(
         default=False,
-        description="Keep the checkpoint of the lowest `eval_loss`, and export it instead of the last. Needs a validation file.",
+        description="Keep the checkpoint of the lowest `eval_loss`, and export it instead of the last. Needs a validation "
+        "file.",
     )
     per_device_eval_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and evaluation pass.")
     prompts: list[list[ChatMessage]] = Field(
@@ -258,7 +261,9 @@ class TrainingSpec(Section):
     """Everything a run depends on. In a request every field is optional; in a job every field is filled in."""
 
     recipe: str | None = Field(
-        default=None, max_length=128, description="A preset of `GET /v1/recipes`, whose values stand where the request gives none."
+        default=None,
+        max_length=128,
+        description="A preset of `GET /v1/recipes`, whose values stand where the request gives none.",
     )
     method: Method = Field(
         default="supervised",
