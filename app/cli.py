@@ -50,24 +50,7 @@ def migrate() -> None:
 @cli.command()
 def control() -> None:
     """Run a control worker: placement, and the tick that finds what was lost. Any number may run."""
-    folder = get_settings().data_dir.resolve() / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    _exec(
-        [
-            *_CELERY,
-            "-n",
-            "control@%h",
-            "-Q",
-            CONTROL,
-            "--pool",
-            "threads",
-            "--concurrency",
-            "2",
-            "-B",
-            "-s",
-            str(folder / "beat"),
-        ]
-    )
+    _exec([*_CELERY, "-n", "control@%h", "-Q", CONTROL, "--pool", "threads", "--concurrency", "2"])
 
 
 @cli.command()

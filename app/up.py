@@ -1,6 +1,6 @@
 """`tuneyard up`: the whole service as one foreground process tree.
 
-Valkey on a private socket, the control worker with beat, one node worker for this machine, and the API. What dies is
+Valkey on a private socket, the control worker, one node worker for this machine, and the API. What dies is
 started again; when this process ends, nothing it started stays behind, detached supervisors and trainers included.
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,7 +44,6 @@ class Child:
 
     name: str
     command: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
 
@@ -55,7 +54,6 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | self.environment,
             start_new_session=True,  # a Ctrl-C reaches this process only, which then stops the others in order
             preexec_fn=die_with_parent,
         )

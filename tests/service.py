@@ -116,7 +116,11 @@ def running(data_dir: Path, **environment: str) -> Iterator[Service]:
     try:
         yield service
     finally:
+        assert service.process is not None
+        started = psutil.Process(service.process.pid).children(recursive=True)
         service.stop()
+        left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"left behind: {left}"
 
 
 def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -71,6 +71,22 @@ def cancel_job(job_id: str, project_id: ProjectId) -> JobOut:
         return JobOut.of(queries.get_job(connection, project_id, job_id))
 
 
+@router.post("/{job_id}/pause", summary="Pause a job")
+def pause_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """A queued job is held back at once; a running one saves and stops, and says `pausing` until it has."""
+    service.pause_job(project_id, job_id)
+    with db.read() as connection:
+        return JobOut.of(queries.get_job(connection, project_id, job_id))
+
+
+@router.post("/{job_id}/resume", summary="Resume a paused job")
+def resume_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """The job is queued again and goes on from its last checkpoint."""
+    service.resume_job(project_id, job_id)
+    with db.read() as connection:
+        return JobOut.of(queries.get_job(connection, project_id, job_id))
+
+
 @streams.get("/{job_id}/events", response_class=EventSourceResponse)
 async def stream_job_events(job_id: OwnJob, last_seq: LastSeq = 0) -> AsyncIterator[ServerSentEvent]:
     async for event in live.follow_events(job_id, last_seq):

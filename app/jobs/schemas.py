@@ -18,21 +18,14 @@ from pydantic_core import PydanticCustomError
 from sqlalchemy import Row
 
 from app.config import get_settings
+from app.jobs.figures import in_openais_words
 from app.jobs.spec import TrainingSpec
-from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.recipes import service as recipes
 from app.schemas import RequestModel
 
 MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_DEPTH = 64  # a tool's JSON schema in a prompt is the deepest thing anybody sends
-CHECKPOINT_METRICS = {
-    "loss": "train_loss",
-    "mean_token_accuracy": "train_mean_token_accuracy",
-    "eval_loss": "valid_loss",
-    "eval_mean_token_accuracy": "valid_mean_token_accuracy",
-}
-"""Our names of figures -> OpenAI's."""
 
 
 def _auto_is_absent(value: Any) -> Any:
@@ -165,7 +158,9 @@ class JobCreate(RequestModel):
     validation_file: str | None = Field(default=None, min_length=1, max_length=1024, description="The same, for evaluation.")
     method: MethodRequest | None = None
     hyperparameters: Hyperparameters = Field(
-        default=Hyperparameters(), deprecated=True, description="Use `method.supervised.hyperparameters`."
+        default=Hyperparameters(),
+        json_schema_extra={"deprecated": True},  # pydantic's own flag would warn us at every look at it
+        description="Use `method.supervised.hyperparameters`.",
     )
     suffix: Annotated[str, AfterValidator(_valid_suffix)] | None = Field(
         default=None, min_length=1, max_length=64, description="Part of the new model's name."
@@ -223,7 +218,7 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `cancel_requested_at`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -251,7 +246,6 @@ class JobOut(BaseModel):
     queue: Queue | None
     attempt: int
     started_at: int | None
-    cancel_requested_at: int | None
 
     @classmethod
     def of(cls, job: Job | Row[Any]) -> Self:
@@ -266,7 +260,7 @@ class JobOut(BaseModel):
             organization_id=get_settings().organization_id,
             result_files=job.result_files,
             seed=job.seed,
-            status=wire_status(job.status, job.cancel_requested_at),
+            status=wire_status(job.status, job.cancel_requested_at, job.pause_requested_at),
             trained_tokens=job.trained_tokens,
             training_file=job.training_file,
             validation_file=job.validation_file,
@@ -275,13 +269,12 @@ class JobOut(BaseModel):
             metadata=job.job_metadata,
             method=job.method,
             suffix=job.suffix,
-            spec=job.spec,  # validated here: a spec of an older version shows today's defaults
+            spec=TrainingSpec.stored(job.spec),
             progress=Progress(step=job.step, total_steps=job.total_steps, tokens_per_second=job.tokens_per_second),
             answers=job.answers,
             queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
-            cancel_requested_at=_seconds(job.cancel_requested_at),
         )
 
 
@@ -323,7 +316,7 @@ class CheckpointOut(BaseModel):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | Row[Any]) -> Self:
-        figures = {CHECKPOINT_METRICS.get(name, name): value for name, value in checkpoint.metrics.items()}
+        figures = in_openais_words(checkpoint.metrics)
         return cls(
             id=checkpoint.id,
             created_at=int(checkpoint.created_at),
@@ -359,9 +352,13 @@ class MetricsOut(BaseModel):
     columns: dict[str, list[float | None]]
 
 
-def wire_status(status: str, cancel_requested_at: float | None) -> str:
+def wire_status(status: str, cancel_requested_at: float | None, pause_requested_at: float | None) -> str:
     """A job that was asked to stop says so until it has."""
-    return "cancelling" if cancel_requested_at is not None and status not in TERMINAL else status
+    if status != "running":
+        return status
+    if cancel_requested_at is not None:
+        return "cancelling"
+    return "pausing" if pause_requested_at is not None else status
 
 
 def refuse_unstorable(value: Any, path: str = "", depth: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Jobs as users see them: create, cancel, look up. Here the API's words become a TrainingSpec."""
+"""Jobs as users see them: create, cancel, pause, resume. Here the API's words become a TrainingSpec."""
 
 import secrets
 import time
@@ -24,9 +24,9 @@ from app.recipes import service as recipes
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
-# OpenAI's cancel answers `cancelled`. A running job needs a heartbeat and the rest of its step for that; most are done in 5 s.
-CANCEL_PATIENCE_S = 5.0
-CANCEL_POLL_S = 0.1
+# OpenAI answers `cancelled` and `paused`. A running job needs a heartbeat and the rest of its step for that; 5 s do for most.
+STOP_PATIENCE_S = 5.0
+STOP_POLL_S = 0.1
 
 
 def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
@@ -72,27 +72,64 @@ def cancel_job(project_id: str, job_id: str) -> None:
     Raises NotFound, and Conflict for a job that ended otherwise. Again on a cancelled job: nothing changes.
     """
     with db.write() as session:
-        status = _request_cancel(session, project_id, job_id)
-    deadline = time.monotonic() + CANCEL_PATIENCE_S
-    while status not in TERMINAL and time.monotonic() < deadline:
-        time.sleep(CANCEL_POLL_S)
-        with db.read() as connection:
-            status = connection.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "cancelled", allowed=Status.CANCELLED)
+        if job.status in (Status.QUEUED, Status.PAUSED):
+            told = NewEvent("Fine-tuning job cancelled")
+            switch_status(session, job_id, Status.CANCELLED, told, Job.status == job.status, finished_at=now())
+            nodes.release(session, job_id, job.attempt)
+        elif job.status == Status.RUNNING and job.cancel_requested_at is None:
+            events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
+    _wait_while_running(job_id)
 
 
-def _request_cancel(session: Session, project_id: str, job_id: str) -> str:
-    job = get_job(session, project_id, job_id)
-    if job.status == Status.QUEUED:
-        told = NewEvent("Fine-tuning job cancelled")
-        switch_status(session, job_id, Status.CANCELLED, told, Job.status == Status.QUEUED, finished_at=now())
-        nodes.release(session, job_id, job.attempt)
-        return Status.CANCELLED
-    if job.status in TERMINAL - {Status.CANCELLED}:
-        message = f"Job {job_id} has already {job.status}: only a queued or running job can be cancelled."
-        raise Conflict(message, code="job_ended")
-    if job.status == Status.RUNNING and job.cancel_requested_at is None:
-        events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
-    return job.status
+def pause_job(project_id: str, job_id: str) -> None:
+    """Hold a waiting job back; let a running one save and stop. It keeps no slots until it is resumed.
+
+    Raises NotFound, and Conflict for a job that has ended. Again on a paused job: nothing changes.
+    """
+    with db.write() as session:
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "paused")
+        if job.status == Status.QUEUED:
+            switch_status(session, job_id, Status.PAUSED, NewEvent("Fine-tuning job paused"), Job.status == Status.QUEUED)
+            nodes.release(session, job_id, job.attempt)
+        elif job.status == Status.RUNNING and job.pause_requested_at is None:
+            events.append(session, job_id, [NewEvent("Pausing: the job saves and stops")], pause_requested_at=now())
+    _wait_while_running(job_id)
+
+
+def resume_job(project_id: str, job_id: str) -> None:
+    """Queue a paused job again; it goes on from its last checkpoint. On a job that waits or runs: nothing changes.
+
+    Raises NotFound, and Conflict for a job that has ended or is still pausing.
+    """
+    with db.write() as session:
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "resumed")
+        if job.status == Status.RUNNING and job.pause_requested_at is not None:
+            raise Conflict(f"Job {job_id} is still pausing: resume it once it is paused.", code="job_pausing")
+        if job.status == Status.PAUSED:
+            switch_status(session, job_id, Status.QUEUED, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
+            queue.send_after_commit(session, "place")
+
+
+def _refuse_ended(job: Job, what: str, *, allowed: Status | None = None) -> None:
+    if job.status in TERMINAL and job.status != allowed:
+        raise Conflict(f"Job {job.id} has already {job.status}: it cannot be {what} any more.", code="job_ended")
+
+
+def _wait_while_running(job_id: str) -> None:
+    """Until the supervisor has stopped the job, or patience ends."""
+    deadline = time.monotonic() + STOP_PATIENCE_S
+    while _status(job_id) == Status.RUNNING and time.monotonic() < deadline:
+        time.sleep(STOP_POLL_S)
+
+
+def _status(job_id: str) -> str:
+    with db.read() as connection:
+        status: str = connection.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+    return status
 
 
 def get_job(session: Session, project_id: str, job_id: str) -> Job:

@@ -68,6 +68,11 @@ class AdapterSection(Section):
     rank_pattern: dict[str, Positive] = Field(
         default={}, description="A rank of its own for some modules or parameters: name ending -> rank."
     )
+    low_rank_experts: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Adapted experts: compute with the two factors instead of a second copy of the weights; the numbers are "
+        "the same. `auto`: on CPU, where it is proven; on GPUs only when asked.",
+    )
 
     @property
     def is_full(self) -> bool:
@@ -300,6 +305,11 @@ class TrainingSpec(Section):
         if self.method in PREFERENCE_METHODS and self.data.on_long_rows == "split":
             raise ValueError("only plain text can be split: set data.on_long_rows to truncate, skip or refuse")
         return self
+
+    @classmethod
+    def stored(cls, value: dict[str, Any]) -> Self:
+        """A spec from a job's row: fields of another version are passed over, as they were checked when the job was created."""
+        return cls.model_validate(value, extra="ignore")
 
     @property
     def world_size(self) -> int:

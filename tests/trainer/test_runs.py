@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.jobs.spec import TrainingSpec
 from tests import tiny
-from worker.trainer.callbacks import COMPLETE, find_checkpoints
+from worker.trainer.callbacks import find_checkpoints
 from worker.trainer.chat import chat_renderer
 from worker.trainer.failures import TrainerError, record_failure
 from worker.trainer.methods import check_parallelism
 from worker.trainer.trainers import Trainer
-from worker.workspace import Workspace, read_json
+from worker.workspace import CHECKPOINT_MARKER, Workspace, read_json
 
 from .conftest import MakeWorkspace, exported, lines, losses
 
@@ -173,7 +173,7 @@ class TestCheckpoints:
         run_here(workspace)
         newest = workspace.checkpoints / "checkpoint-4"
         if fault == "unmarked":
-            (newest / COMPLETE).unlink()
+            (newest / CHECKPOINT_MARKER).unlink()
         else:
             (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:100])
         workspace.metrics.unlink()

@@ -22,7 +22,16 @@ from worker.trainer.evaluation import best, evaluations
 from worker.trainer.failures import TrainerError
 from worker.trainer.methods import device
 from worker.trainer.trainers import Trainer
-from worker.workspace import CheckpointLine, LogLine, MetricsLine, Workspace, append_line, read_json, write_json
+from worker.workspace import (
+    CHECKPOINT_MARKER,
+    CheckpointLine,
+    LogLine,
+    MetricsLine,
+    Workspace,
+    append_line,
+    read_json,
+    write_json,
+)
 
 # TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
 PREFERENCES = (
@@ -34,7 +43,6 @@ METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy
 EVAL_METRICS = tuple(f"eval_{name}" for name in ("loss", "mean_token_accuracy", "entropy", *PREFERENCES))
 MUST_BE_FINITE = ("loss", "grad_norm")
 
-COMPLETE = "complete.json"  # present in a checkpoint once every rank has written its part and all of it is on the disk
 
 Values = dict[str, float | None]
 
@@ -164,6 +172,7 @@ class Checkpoints(TrainerCallback):
         chosen = best(evaluations(state)) if self.spec.evaluation.keep_best else None
         for old in complete[: -self.spec.checkpoints.keep]:
             if chosen is None or old.step != chosen.step:
+                (old.folder / CHECKPOINT_MARKER).unlink()  # first, so that nobody takes a half-deleted one for whole
                 shutil.rmtree(old.folder)
 
 
@@ -186,7 +195,7 @@ class Checkpoint:
         )
 
     def marker(self) -> dict[str, Any]:
-        marker: dict[str, Any] = read_json(self.folder / COMPLETE)
+        marker: dict[str, Any] = read_json(self.folder / CHECKPOINT_MARKER)
         return marker
 
 
@@ -212,7 +221,7 @@ def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSp
         "data": fingerprint,
         "files": sizes,
     }
-    write_json(folder / COMPLETE, marker)
+    write_json(folder / CHECKPOINT_MARKER, marker)
 
 
 def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
@@ -265,7 +274,7 @@ def _check_same_run(checkpoint: Checkpoint, spec: TrainingSpec, fingerprint: str
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE)
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKPOINT_MARKER)
 
 
 def _finite(value: Any) -> float | None:

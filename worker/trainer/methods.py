@@ -113,7 +113,9 @@ def _orpo_trainer(
         model=model,
         args=config,
         data_collator=DataCollatorForPreference(tokenizer.pad_token_id),
-        train_dataset=data.train.select(range(1)),  # what it gets here it would copy three times
+        # What it gets here it would copy three times: first a row of each, then all.
+        train_dataset=data.train.select([0]),
+        eval_dataset=data.validation.select([0]) if data.validation is not None else None,
         processing_class=tokenizer,
     )
     trainer.train_dataset, trainer.eval_dataset = data.train, data.validation
