@@ -17,6 +17,7 @@ from app.files import routes as files
 from app.jobs import routes as jobs
 from app.models import routes as models
 from app.nodes import routes as nodes
+from app.recipes import routes as recipes
 from app.requests import RequestIds
 
 DESCRIPTION = """
@@ -47,7 +48,7 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, health.router):
+    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, recipes.router, health.router):
         app.include_router(router, responses=ERROR_RESPONSES)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -33,7 +33,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     if job.validation_file is not None:
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
-    _fetch_checkpoint(workspace, job)
+    _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
     told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
         attempts.tell(session, run.job_id, run.attempt, [told])
@@ -45,6 +45,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     try:
         with target.open("w", encoding="utf-8") as file:
             for count, row in enumerate(_rows_of(source, param, job), start=1):
+                _check_method(row, job, count, param)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
@@ -55,6 +56,13 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     if count == 0:
         raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
     return count
+
+
+def _check_method(row: dict[str, Any], job: Job, number: int, param: str) -> None:
+    try:
+        rows.check_method(row, job.spec["method"])
+    except rows.Unusable as error:
+        raise JobFailed("invalid_training_file", f"Row {number}: {error.message} ({error.code})", param) from error
 
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
@@ -101,9 +109,15 @@ def _canonical(split: Iterable[dict[str, Any]], param: str) -> Iterator[dict[str
             raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", param) from error
 
 
-def _fetch_checkpoint(workspace: Workspace, job: Job) -> None:
-    """Copy the newest stored checkpoint into the workspace, where the trainer looks for it; a first attempt has none."""
+def _fetch_checkpoint(workspace: Workspace, job: Job, *, keep_best: bool) -> None:
+    """Copy the newest stored checkpoint into the workspace, where the trainer looks for it; a first attempt has none.
+
+    Where the best one is to be exported, it must be there too.
+    """
     with db.write() as session:
-        checkpoint = attempts.last_checkpoint(session, job.id)
-    if checkpoint is not None:
+        found = {attempts.last_checkpoint(session, job.id)}
+        if keep_best:
+            found.add(attempts.best_checkpoint(session, job.id))
+    for checkpoint in found - {None}:
+        assert checkpoint is not None
         storage.get_tree(checkpoint.storage_key, workspace.checkpoints / f"checkpoint-{checkpoint.step}")

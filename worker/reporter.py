@@ -6,6 +6,7 @@ A file's position moves on only after its lines are committed, so a database tha
 import json
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,12 @@ class LineFile:
 class Reporter:
     """Carries one attempt's lines into the database and its checkpoints and log into storage."""
 
-    def __init__(self, workspace: Workspace, run: Run, job: Job, keep: int) -> None:
+    def __init__(self, workspace: Workspace, run: Run, job: Job, keep: int, *, keep_best: bool = False) -> None:
         self.workspace = workspace
         self.run = run
         self.model_id = naming.finished_name(job.model, job.suffix, job.id)
         self.keep = keep
+        self.keep_best = keep_best
         self._log = LineFile(workspace.log)
         self._metrics = LineFile(workspace.metrics)
         self._checkpoints = LineFile(workspace.checkpoint_lines)
@@ -93,7 +95,7 @@ class Reporter:
     def _report_checkpoints(self) -> None:
         lines, position = self._checkpoints.peek()
         # Only what retention still keeps is worth storing, and the trainer may have deleted the rest already.
-        for line in lines[-self.keep :]:
+        for line in lines if self.keep_best else lines[-self.keep :]:
             self._store_checkpoint(line)
         self._checkpoints.position = position
 
@@ -106,7 +108,8 @@ class Reporter:
         model_id = naming.checkpoint_name(self.model_id, step)
         with db.write() as session:
             held = attempts.record_checkpoint(session, self.run.job_id, self.run.attempt, step, line["metrics"], key, model_id)
-            dropped = attempts.forget_checkpoints(session, self.run.job_id, self.keep) if held else [key]
+            forget = partial(attempts.forget_checkpoints, session, self.run.job_id, self.keep, keep_best=self.keep_best)
+            dropped = forget() if held else [key]
         for old in dropped:
             storage.delete(old)
 

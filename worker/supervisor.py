@@ -97,7 +97,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     spec = TrainingSpec.stored(job.spec)
     heartbeat.limit_to(spec.resources.time_limit_s)
     prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
-    reporter = Reporter(workspace, run, job, spec.checkpoints.keep)
+    reporter = Reporter(workspace, run, job, spec.checkpoints.keep, keep_best=spec.evaluation.keep_best)
     heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids)

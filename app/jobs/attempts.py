@@ -181,10 +181,11 @@ def record_checkpoint(
     return True
 
 
-def forget_checkpoints(session: Session, job_id: str, keep: int) -> list[str]:
-    """Drop all but the newest `keep` checkpoints; the storage keys that are now to be deleted."""
+def forget_checkpoints(session: Session, job_id: str, keep: int, *, keep_best: bool = False) -> list[str]:
+    """Drop all but the newest `keep` checkpoints, and the best one if asked; the storage keys that are now to be deleted."""
     ordered = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())
-    dropped = session.scalars(ordered.offset(keep)).all()
+    best = best_checkpoint(session, job_id) if keep_best else None
+    dropped = [checkpoint for checkpoint in session.scalars(ordered.offset(keep)) if checkpoint is not best]
     for checkpoint in dropped:
         session.delete(checkpoint)
     return [checkpoint.storage_key for checkpoint in dropped]
@@ -193,6 +194,13 @@ def forget_checkpoints(session: Session, job_id: str, keep: int) -> list[str]:
 def last_checkpoint(session: Session, job_id: str) -> Checkpoint | None:
     """The newest stored checkpoint, from which another attempt goes on."""
     return session.scalar(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc()).limit(1))
+
+
+def best_checkpoint(session: Session, job_id: str) -> Checkpoint | None:
+    """The stored checkpoint of the lowest `eval_loss`: of equal ones the first, as later ones may repeat its figure."""
+    stored = session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step))
+    measured = [checkpoint for checkpoint in stored if checkpoint.metrics.get("eval_loss") is not None]
+    return min(measured, key=lambda checkpoint: float(checkpoint.metrics["eval_loss"]), default=None)
 
 
 def get_running(session: Session, job_id: str, attempt: int) -> Job | None:

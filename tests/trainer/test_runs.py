@@ -18,7 +18,8 @@ from tests import tiny
 from worker.trainer.callbacks import find_checkpoints
 from worker.trainer.chat import chat_renderer
 from worker.trainer.failures import TrainerError, record_failure
-from worker.trainer.methods import Trainer, check_parallelism
+from worker.trainer.methods import check_parallelism
+from worker.trainer.trainers import Trainer
 from worker.workspace import CHECKPOINT_MARKER, Workspace, read_json
 
 from .conftest import MakeWorkspace, exported, lines, losses

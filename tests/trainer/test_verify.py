@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from worker.trainer.methods import Trainer
+from worker.trainer.trainers import Trainer
 from worker.trainer.verify import verify
 from worker.workspace import Workspace
 

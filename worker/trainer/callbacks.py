@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from app.jobs.spec import TrainingSpec
+from worker.trainer.evaluation import best, evaluations
 from worker.trainer.failures import TrainerError
-from worker.trainer.methods import Trainer, device
+from worker.trainer.methods import device
+from worker.trainer.trainers import Trainer
 from worker.workspace import (
     CHECKPOINT_MARKER,
     CheckpointLine,
@@ -30,8 +34,13 @@ from worker.workspace import (
 )
 
 # TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
-METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss")
-EVAL_METRICS = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
+PREFERENCES = (
+    *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")),
+    *(f"{figure}/{name}" for figure in ("logps", "logits") for name in ("chosen", "rejected")),
+    *("kl", "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+)
+METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss", *PREFERENCES)
+EVAL_METRICS = tuple(f"eval_{name}" for name in ("loss", "mean_token_accuracy", "entropy", *PREFERENCES))
 MUST_BE_FINITE = ("loss", "grad_norm")
 
 
@@ -95,6 +104,24 @@ class Reporter(TrainerCallback):
         return rate
 
 
+class Sharding(TrainerCallback):
+    """Says what FSDP2 has sharded, read from the model itself once it is wrapped."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        if not layers or not state.is_world_process_zero:
+            return
+        inner = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers)
+        wrapped = sorted({type(layer).__name__.removeprefix("FSDP") for layer in inner})
+        parts = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+        facts = {"fsdp_version": 2, "wrapped": wrapped, "num_wrapped": len(layers), "sharded_parameters": parts}
+        append_line(self.workspace.log, LogLine(f"FSDP2 shards {len(layers)} {', '.join(wrapped)}", data=facts))
+
+
 class Stopper(TrainerCallback):
     """Saves and stops at the end of a step when the workspace or a signal asks, all ranks at the same step."""
 
@@ -142,9 +169,11 @@ class Checkpoints(TrainerCallback):
         line = CheckpointLine(state.global_step, str(folder.relative_to(self.workspace.root)), dict(self.reporter.last))
         append_line(self.workspace.checkpoint_lines, line)
         complete = [checkpoint for checkpoint in find_checkpoints(self.workspace) if checkpoint.is_complete]
+        chosen = best(evaluations(state)) if self.spec.evaluation.keep_best else None
         for old in complete[: -self.spec.checkpoints.keep]:
-            (old.folder / CHECKPOINT_MARKER).unlink()  # first, so that nobody takes a half-deleted one for whole
-            shutil.rmtree(old.folder)
+            if chosen is None or old.step != chosen.step:
+                (old.folder / CHECKPOINT_MARKER).unlink()  # first, so that nobody takes a half-deleted one for whole
+                shutil.rmtree(old.folder)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils.quantization_config import Mxfp4Config
 
 from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
+from worker.trainer import expert_lora
 from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
 
@@ -54,12 +55,17 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel | PeftModel:
     if base.config.model_type == "gpt_oss":
         keep_packed_rows_apart(base)
     set_seed(spec.seed)
-    return add_adapter(base, spec.adapter) if spec.adapter.type == "lora" else base
+    if spec.adapter.is_full:
+        return base
+    model = add_adapter(base, spec.adapter)
+    if spec.adapter.low_rank_experts == "on" or (spec.adapter.low_rank_experts == "auto" and not torch.cuda.is_available()):
+        expert_lora.install(model)
+    return model
 
 
 def load_base(spec: TrainingSpec, *, device_map: str | None = None) -> PreTrainedModel:
     """The base model. Full weights are trained in float32: updates of bfloat16 weights are mostly rounded away."""
-    dtype = torch.float32 if spec.adapter.type == "full" else getattr(torch, spec.model.dtype)
+    dtype = torch.float32 if spec.adapter.is_full else getattr(torch, spec.model.dtype)
     config = load_config(spec.model)
     if not is_mxfp4(config):
         return _load(spec.model, _source(spec.model), dtype=dtype, device_map=device_map)

@@ -19,12 +19,14 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from app.jobs.spec import TrainingSpec
-from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Stopper, is_first_rank, resume_point
+from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Sharding, Stopper, is_first_rank, resume_point
 from worker.trainer.data import Data, load_data
+from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
 from worker.trainer.failures import record_failure
-from worker.trainer.methods import Trainer, build_trainer
+from worker.trainer.methods import build_trainer
 from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.trainer.trainers import Trainer
 from worker.workspace import LogLine, Result, Workspace, append_line, read_json, write_json
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -47,6 +49,8 @@ def train(workspace: Workspace) -> Trainer:
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
     trainer.add_callback(reporter)
     trainer.add_callback(stopper)
+    trainer.add_callback(Sharding(workspace))
+    trainer.add_callback(Evaluator(workspace, spec))
     trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
     if repeats:
         clear(workspace, trainer)
@@ -58,6 +62,8 @@ def train(workspace: Workspace) -> Trainer:
     trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
 
     if not stopper.stopped:
+        if spec.evaluation.keep_best:
+            load_best(trainer, workspace, is_first_rank=is_first_rank())
         export(trainer, workspace, spec, tokenizer, data)
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
@@ -82,7 +88,13 @@ def clear(workspace: Workspace, trainer: Trainer) -> None:
 def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: Data, checkpoint: Checkpoint | None) -> None:
     """The facts that decide whether a run is what was asked: as events, not only in the log."""
     strategy, ranks = trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes
-    log(workspace, f"training on {ranks} {spec.resources.accelerator} rank(s)", strategy=strategy, ranks=ranks)
+    log(
+        workspace,
+        f"training on {ranks} {spec.resources.accelerator} rank(s)",
+        strategy=strategy,
+        ranks=ranks,
+        method=spec.method,
+    )
     for split, counts in data.counts.items():
         log(workspace, f"{split}: {counts.rows_used} of {counts.rows_read} rows used", split=split, **vars(counts))
         for warning, times in counts.warnings.items():

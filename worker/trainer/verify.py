@@ -32,7 +32,7 @@ def verify(workspace: Workspace, folder: Path) -> Verification:
     """What the reload of `folder` shows."""
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
     probe = load_file(workspace.probe)
-    is_lora = spec.adapter.type == "lora"
+    is_lora = not spec.adapter.is_full
     artifact = folder / ("adapter" if is_lora else "model")
     tokenizer = AutoTokenizer.from_pretrained(artifact)
     device_map = "auto" if spec.resources.accelerator == "gpu" and torch.cuda.is_available() else None
