@@ -2,8 +2,8 @@
 
     python -m benchmarks.host_memory [--ranks 1 2 4]
 
-Counts what the ranks hold while they load and train (LoRA, one step, DDP on CPU): the sum of their proportional shares (Pss), in
-which a page that several ranks map counts once. What the libraries take is measured with a tiny model and taken off.
+Counts what the ranks hold while they load and train (LoRA, one step, DDP on CPU): the sum of their proportional shares (Pss),
+in which a page that several ranks map counts once. What the libraries take is measured with a tiny model and taken off.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.throughput [--rounds 3] [--steps 24]
 
-Two pairs of notebook and Tuneyard: the notebook as it stands, and with the experts adapted too. Ours has the same adapter, learning
-rate and rows per optimizer step, and spends no time on what a notebook cannot know: rows share a sequence without padding,
-activations are recomputed only where memory is short, adapted experts need no copy of their weights. The runs take turns, so that
-a slow minute of the machine meets both; the best of each counts.
+Two pairs of notebook and Tuneyard: the notebook as it stands, and with the experts adapted too. Ours has the same adapter,
+learning rate and rows per optimizer step, and spends no time on what a notebook cannot know: rows share a sequence without
+padding, activations are recomputed only where memory is short, adapted experts need no copy of their weights. The runs take
+turns, so that a slow minute of the machine meets both; the best of each counts.
 """
 
 import argparse
@@ -55,15 +55,18 @@ def compare(folder: Path, rounds: int, *, experts: bool) -> None:
 def notebook(folder: Path, *, experts: bool) -> None:
     """The notebook's training function with its own settings; only names that no longer exist are today's. Prints tokens/s."""
     import torch
-    from datasets import load_dataset  # type: ignore[attr-defined]
+    from datasets import load_dataset
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers.utils.quantization_config import Mxfp4Config
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     marks: list[tuple[float, float]] = []
 
     class Clock(TrainerCallback):
-        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            logs = kwargs["logs"]
             if "loss" in logs:
                 marks.append((time.monotonic(), logs["num_tokens"]))
 

@@ -118,7 +118,7 @@ def _full_model(artifact: Path, device_map: str | None) -> PreTrainedModel:
 
 
 def _for_comparison(model: Any) -> Any:
-    """bfloat16 differs by more than any fault worth finding. Of a base in 4 bits only the rest becomes float32, as when live."""
+    """bfloat16 differs by more than any fault worth finding. Of a base in 4 bits the rest becomes float32, as when live."""
     return nn.Module.float(model).eval()
 
 
