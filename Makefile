@@ -34,7 +34,7 @@ check: .venv/.dev-stamp ## Check format, lint, types and import rules
 	@$(BIN)/lint-imports
 
 bench: .venv/.dev-stamp ## Measure the figures in the README
-	@for script in $(wildcard benchmarks/[a-z]*.py); do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+	@for script in $(wildcard benchmarks/[a-z]*.py); do echo "$$script"; PYTHONPATH=. $(BIN)/python "$$script" || exit 1; done
 
 clean: ## Remove the virtual environment and all caches (not .tuneyard, which holds jobs)
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

@@ -309,6 +309,16 @@ class TrainingSpec(Section):
     def _check(self) -> Self:
         if self.method == "kto" and self.training.per_device_train_batch_size < 2:
             raise ValueError("kto compares the rows of a batch: set training.per_device_train_batch_size to 2 or more")
+        if self.adapter.type == "qlora" and self.parallelism.strategy == "fsdp2":
+            raise ValueError("a base in 4 bits is not sharded: set parallelism.strategy to ddp, or adapter.type to lora")
+        if self.adapter.type == "qlora" and self.export.merged:
+            raise ValueError("an adapter is not merged into 4 bits: set export.merged to false")
+        if self.method in PREFERENCE_METHODS and self.data.loss_on == "all":
+            raise ValueError(f"{self.method} learns from answers only: leave data.loss_on at assistant")
+        if self.method == "orpo" and self.training.router_aux_loss_coef > 0:
+            raise ValueError("orpo has no router loss: set training.router_aux_loss_coef to 0")
+        if self.method in PREFERENCE_METHODS and self.data.packing == "on":
+            raise ValueError(f"{self.method} does not pack rows: set data.packing to auto or off")
         if self.method in PREFERENCE_METHODS and self.data.on_long_rows == "split":
             raise ValueError("only plain text can be split: set data.on_long_rows to truncate, skip or refuse")
         return self

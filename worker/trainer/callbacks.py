@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import shutil
 import signal
 import time
@@ -19,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from app.jobs.spec import TrainingSpec
 from worker.trainer.evaluation import best, evaluations
-from worker.trainer.failures import TrainerError
+from worker.trainer.failures import TrainerError, host_peak_gb
 from worker.trainer.methods import device
 from worker.trainer.trainers import Trainer
 from worker.workspace import (
@@ -239,7 +238,7 @@ def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> 
 
 def peak_memory(where: torch.device) -> Values:
     """The most memory that any rank has held so far, in GB."""
-    peaks = {"peak_memory_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
+    peaks = {"peak_memory_host_gb": host_peak_gb() * 1e9}
     if where.type == "cuda":
         peaks["peak_memory_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(where)
         peaks["peak_memory_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(where)

@@ -23,7 +23,7 @@ from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Sharding
 from worker.trainer.data import Data, load_data
 from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
-from worker.trainer.failures import record_failure
+from worker.trainer.failures import NOW, record_failure
 from worker.trainer.methods import build_trainer
 from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
 from worker.trainer.trainers import Trainer
@@ -36,6 +36,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 def train(workspace: Workspace) -> Trainer:
     """One run, from the spec to the result file. The trainer is returned so that it outlives the run; see main."""
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
+    NOW.spec, NOW.phase = spec, "reading the data"
     silence_progress_bars()
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
@@ -44,6 +45,7 @@ def train(workspace: Workspace) -> Trainer:
     repeats = has_finished(workspace)
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
 
+    NOW.phase = "loading the model"
     model = load_model(spec)
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
@@ -59,8 +61,10 @@ def train(workspace: Workspace) -> Trainer:
 
     if checkpoint is not None:
         trainer.num_trained_tokens = checkpoint.marker()["trained_tokens"]
+    NOW.phase = "training"
     trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
 
+    NOW.phase = "exporting"
     if not stopper.stopped:
         if spec.evaluation.keep_best:
             load_best(trainer, workspace, is_first_rank=is_first_rank())
