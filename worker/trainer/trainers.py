@@ -85,8 +85,9 @@ def first_rows(inputs: Batch, num_rows: int) -> Batch:
     if positions is None:
         return {name: value[:num_rows] for name, value in inputs.items()}
     starts = (positions[0] == 0).nonzero().flatten().tolist()
-    end = starts[num_rows] if num_rows < len(starts) else positions.shape[1]
-    return {name: inputs[name][:, :end] for name in ("input_ids", "labels", "position_ids")}
+    if num_rows >= len(starts):
+        return inputs
+    return {name: inputs[name][:, : starts[num_rows]] for name in ("input_ids", "labels", "position_ids")}
 
 
 class PreferenceTrainer(Trainer):
