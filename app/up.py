@@ -20,6 +20,7 @@ from typing import IO, Any
 import psutil
 import redis
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from app import db, migrate
 from app.config import get_settings
@@ -69,7 +70,7 @@ def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> Non
     become_subreaper()
     children: list[Child] = []
     try:
-        migrate.upgrade()
+        _migrate()
         _announce_key(say)
         with (data_dir / "service.log").open("ab") as log:
             _start_all(children, host, port, log, stop)
@@ -82,6 +83,8 @@ def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> Non
 
 def _prepare_data_dir(data_dir: Path) -> IO[str]:
     """Make the directory and hold it alone; a lock of a process that died is gone with it."""
+    if set("%?#") & set(str(data_dir.resolve())):
+        raise CannotStart(f"{data_dir.resolve()} holds `%`, `?` or `#`, which no URL can: choose another --data-dir.")
     try:
         (data_dir / "run").mkdir(parents=True, exist_ok=True)
         lock = (data_dir / "run" / "up.lock").open("a+")
@@ -109,6 +112,14 @@ def _check_port(host: str, port: int) -> None:
             raise CannotStart(
                 f"Cannot listen on {host}:{port} ({error.strerror}): choose another with --port or --host."
             ) from error
+
+
+def _migrate() -> None:
+    try:
+        migrate.upgrade()
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
+        raise CannotStart(f"The database cannot be used ({reason}): see TUNEYARD_DATABASE_URL and --data-dir.") from error
 
 
 def _announce_key(say: Callable[[str], None]) -> None:

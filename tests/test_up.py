@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sqlalchemy.exc import DatabaseError
 
-from app import up
+from app import migrate, up
 from app.config import Settings
 from tests import tiny
 from tests.servers import free_port
@@ -50,6 +51,18 @@ class TestRefusals:
         message = start(tmp_path / "file" / "data")
         assert "Cannot write to" in message
         assert "--data-dir" in message
+
+    @pytest.mark.parametrize("name", ["per%20cent", "que?stion", "ha#sh"])
+    def test_a_directory_whose_name_no_url_can_hold_is_refused(self, tmp_path: Path, name: str) -> None:
+        assert "--data-dir" in start(tmp_path / name)
+
+    def test_a_database_that_cannot_be_used_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> None:
+            raise DatabaseError("PRAGMA", {}, Exception("file is not a database\nmore"))
+
+        monkeypatch.setattr(migrate, "upgrade", broken)
+        with pytest.raises(up.CannotStart, match=r"\(file is not a database\): see TUNEYARD_DATABASE_URL"):
+            up._migrate()
 
     def test_a_full_disk_says_how_much_is_needed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(up, "SMALLEST_FREE_BYTES", 1 << 60)
