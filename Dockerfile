@@ -30,7 +30,7 @@ CMD ["uvicorn", "--factory", "app.main:create_app", "--host", "0.0.0.0", "--port
 FROM base AS worker
 # On x86-64 torch's wheel brings its CUDA libraries along. The host needs the NVIDIA driver and container toolkit only.
 RUN pip install --no-cache-dir --constraint constraints.txt "$(grep '^torch==' constraints.txt)" \
- && pip install --no-cache-dir --constraint constraints.txt ".[worker]"
+ && pip install --no-cache-dir --constraint constraints.txt ".[worker,tracking]"
 COPY migrations migrations
 COPY worker worker
 COPY app app

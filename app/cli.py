@@ -48,6 +48,41 @@ def migrate() -> None:
 
 
 @cli.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A downloaded result, with its manifest.json.", exists=True, file_okay=False)],
+    public_key: Annotated[
+        Path | None,
+        typer.Option(help="The service's public key, from GET /v1/signing_key. Default: this data directory's own."),
+    ] = None,
+) -> None:
+    """Check a downloaded result offline: the manifest's signature, and every file against it."""
+    from app.manifests import check, signing
+
+    try:
+        pem = public_key.read_text(encoding="utf-8") if public_key else _own_public_key()
+        key = signing.parse_public_key(pem)
+    except (OSError, ValueError) as error:
+        typer.echo(f"tuneyard: the public key cannot be read: {error}", err=True)
+        raise typer.Exit(2) from None
+    count, problems = check.check_folder(folder, key)
+    for problem in problems:
+        typer.echo(f"bad: {problem}")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"good: the signature and all {count} files")
+
+
+def _own_public_key() -> str:
+    """This machine's key. None is made here: one made now could not have signed anything."""
+    from app.manifests import signing
+
+    settings = get_settings()
+    if settings.signing_key is None and not signing.key_path().exists():
+        raise ValueError("there is no service here: save the answer of GET /v1/signing_key and name it with --public-key")
+    return signing.public_key_pem()
+
+
+@cli.command()
 def control() -> None:
     """Run a control worker: placement, and the tick that finds what was lost. Any number may run."""
     _exec([*_CELERY, "-n", "control@%h", "-Q", CONTROL, "--pool", "threads", "--concurrency", "2"])

@@ -29,6 +29,16 @@ class Settings(BaseSettings):
     admin_api_key: SecretStr | None = Field(
         default=None, description="API key to create at the first start. Default: one is made and printed."
     )
+    signing_key: SecretStr | None = Field(
+        default=None,
+        description="Ed25519 key that signs manifests: 32 bytes in base64, the same on all hosts. Default: made in the data "
+        "directory.",
+    )
+    secrets_key: SecretStr | None = Field(
+        default=None,
+        description="Key that encrypts named secrets: 32 bytes in base64, the same on all hosts. Default: made in the data "
+        "directory.",
+    )
     organization_id: str = Field(default="org-tuneyard", description="The `organization_id` of every job.")
     model_owner: str = Field(
         default="tuneyard", max_length=32, description="The organization part of the names of fine-tuned models."
@@ -45,6 +55,17 @@ class Settings(BaseSettings):
         description="Base models that GET /v1/models lists; others can be tuned too.",
     )
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1, description="Largest file an upload may have.")
+
+    mlflow_tracking_uri: str = Field(
+        default="", description="MLflow server of jobs that name none. Default: none; `databricks` means the workspace's own."
+    )
+    mlflow_allowed_uris: list[str] = Field(default=[], description="Further MLflow servers that a job may name.")
+    mlflow_registry_uri: str = Field(
+        default="", description="Where models are registered, such as `databricks-uc`. Default: the job's MLflow server."
+    )
+    tracking_patience_s: float = Field(
+        default=24 * 3600.0, gt=0, description="How long after a job's end a tracker that is away is still tried."
+    )
 
     node_name: str | None = Field(default=None, description="This machine's name among the nodes. Default: its host name.")
     node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")

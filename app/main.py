@@ -15,10 +15,12 @@ from app import health, log, validation
 from app.errors import DiskFull, InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
+from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
 from app.recipes import routes as recipes
 from app.requests import RequestIds
+from app.secrets import routes as secrets
 
 DESCRIPTION = """
 OpenAI's fine-tuning API on your own machines and open weights: point the official `openai` SDK at `/v1`.
@@ -48,7 +50,17 @@ def create_app() -> FastAPI:
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
     )
-    for router in (files.router, jobs.streams, jobs.router, models.router, nodes.router, recipes.router, health.router):
+    for router in (
+        files.router,
+        jobs.streams,
+        jobs.router,
+        models.router,
+        manifests.router,
+        secrets.router,
+        nodes.router,
+        recipes.router,
+        health.router,
+    ):
         app.include_router(router, responses=ERROR_RESPONSES)
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

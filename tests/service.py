@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import psutil
 from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob
@@ -99,6 +100,26 @@ class Service:
             return int(progress.get("step") or 0) >= step
 
         wait_until(reached, f"{job_id} reaches step {step}")
+
+    def losses(self, job_id: str) -> list[float]:
+        """The training loss of every step, from the metrics route."""
+        response = self.client.get(f"/fine_tuning/jobs/{job_id}/metrics?max_points=1000", cast_to=object)
+        assert isinstance(response, dict)
+        losses: list[float] = response["columns"]["loss"]
+        assert all(loss is not None for loss in losses)
+        return losses
+
+    def download(self, job_id: str, folder: Path) -> Path:
+        """Every artifact of a job below `folder`, as anybody downloads them."""
+        listed = self.client.get(f"/fine_tuning/jobs/{job_id}/artifacts", cast_to=object)
+        assert isinstance(listed, dict)
+        for name in (artifact["name"] for artifact in listed["data"]):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            url = f"{self.url}/fine_tuning/jobs/{job_id}/artifacts/{name}/content"
+            answer = httpx2.get(url, headers={"Authorization": f"Bearer {self.key}"})
+            path.write_bytes(answer.raise_for_status().content)
+        return folder
 
     def _is_ready(self) -> bool:
         assert self.process is not None

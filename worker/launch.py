@@ -22,8 +22,10 @@ from worker.workspace import Run, Workspace
 MARK = "TUNEYARD_ATTEMPT"
 
 
-def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
-    """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks."""
+def start_trainer(
+    workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks. Secrets go by the environment only."""
     port = _free_port()
     command = [
         *("-m", "torch.distributed.run"),
@@ -34,12 +36,14 @@ def start_trainer(workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids:
         *("--log-dir", str(workspace.root / "torchelastic"), "--tee", "3"),
         *("-m", "worker.trainer.train", str(workspace.root)),
     ]
-    return _start(command, workspace, run, gpu_uuids)
+    return _start(command, workspace, run, gpu_uuids, secrets)
 
 
-def start_verifier(workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
+def start_verifier(
+    workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
     """Start the reload of stored files in a fresh process."""
-    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, gpu_uuids)
+    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, gpu_uuids, secrets)
 
 
 def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
@@ -68,7 +72,9 @@ def processes_of(run: Run) -> Iterator[psutil.Process]:
             continue
 
 
-def _start(command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str]) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
     # The trainer knows no service: no database URL and no key of ours reaches its environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TUNEYARD_")}
     # One thread a rank unless the operator says otherwise: two in one process were at times ten times slower on 2 cores.
@@ -81,6 +87,7 @@ def _start(command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[s
         "TUNEYARD_DEQUANTIZED_CACHE": str(get_settings().dequantized_cache_dir),
         "TUNEYARD_DEQUANTIZED_CACHE_GB": str(get_settings().dequantized_cache_gb),
     }
+    environment |= secrets
     if gpu_uuids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     with workspace.trainer_log.open("ab") as log:

@@ -1,7 +1,6 @@
 """Fill the workspace before any trainer starts: the spec, the rows in canonical form, the checkpoint to go on from."""
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from app.jobs import attempts, sources
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
+from app.manifests.check import sha256_of
 from worker.failures import JobFailed
 from worker.heartbeat import Heartbeat
 from worker.workspace import Run, Workspace, write_json
@@ -33,6 +33,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     if job.validation_file is not None:
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
+    _check_data(workspace, run, job)
     _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
     told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
@@ -46,7 +47,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
         with target.open("w", encoding="utf-8") as file:
             for count, row in enumerate(_rows_of(source, param, job), start=1):
                 _check_method(row, job, count, param)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(dataset.canonical_line(row))
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
     except dataset.InvalidDataset as error:
@@ -63,6 +64,20 @@ def _check_method(row: dict[str, Any], job: Job, number: int, param: str) -> Non
         rows.check_method(row, job.spec["method"])
     except rows.Unusable as error:
         raise JobFailed("invalid_training_file", f"Row {number}: {error.message} ({error.code})", param) from error
+
+
+def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
+    """An attempt trains on what the first one trained on, and a rerun on what the job it repeats did."""
+    files = {"training": workspace.train_data, "validation": workspace.validation_data}
+    found = {split: sha256_of(path) for split, path in files.items() if path.exists()}
+    if job.data_sha256 is None:
+        job.data_sha256 = found
+        with db.write() as session:
+            attempts.record_data(session, run.job_id, run.attempt, found)
+    for split, sha256 in job.data_sha256.items():
+        if found.get(split) != sha256:
+            message = f"The {split} rows are not the ones this job began with: create a new job for them."
+            raise JobFailed("training_data_changed", message, f"{split}_file")
 
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:

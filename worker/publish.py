@@ -1,7 +1,6 @@
-"""From a finished run to a result: store the export, prove the stored files, record the end beside them."""
+"""From a finished run to a result: store the export, prove the stored files, sign a manifest, record the end beside them."""
 
 import csv
-import hashlib
 import io
 import json
 import shutil
@@ -14,8 +13,10 @@ from app.files import service as files
 from app.jobs import attempts
 from app.jobs.attempts import Outcome, StoredFile
 from app.jobs.tables import Job
+from app.manifests.check import sha256_of
 from app.models import naming
 from worker.failures import JobFailed
+from worker.manifest import write_manifest
 from worker.reporter import attempt_key
 from worker.workspace import Result, Run, Verification, Workspace, read_json
 
@@ -35,6 +36,8 @@ def publish(workspace: Workspace, run: Run, job: Job, result: Result, verify: Ca
     """
     stored = [_store(path, workspace.export, run) for path in sorted(workspace.export.rglob("*")) if path.is_file()]
     verification = _prove(workspace, run, verify)
+    manifest = write_manifest(workspace, job, result, verification, stored)
+    stored += [_store(path, workspace.export, run) for path in manifest]
     outcome = Outcome(
         model_id=naming.finished_name(job.model, job.suffix, job.id),
         trained_tokens=result.trained_tokens,
@@ -61,9 +64,7 @@ def _store(path: Path, export: Path, run: Run) -> StoredFile:
     name = str(path.relative_to(export))
     key = f"{_artifacts_key(run)}/{name}"
     storage.put(path, key)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return StoredFile(name=name, bytes=path.stat().st_size, sha256=digest, storage_key=key)
+    return StoredFile(name=name, bytes=path.stat().st_size, sha256=sha256_of(path), storage_key=key)
 
 
 def _prove(workspace: Workspace, run: Run, verify: Callable[[Path], None]) -> Verification:

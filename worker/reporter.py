@@ -16,6 +16,7 @@ from app.jobs.attempts import StepRecord
 from app.jobs.events import NewEvent
 from app.jobs.tables import Job
 from app.models import naming
+from worker.redaction import Redactor
 from worker.workspace import CHECKPOINT_MARKER, Run, Workspace
 
 # Uploading the log again costs its whole size: every 2 s while it is small, the more seldom the longer it is.
@@ -45,12 +46,15 @@ class LineFile:
 class Reporter:
     """Carries one attempt's lines into the database and its checkpoints and log into storage."""
 
-    def __init__(self, workspace: Workspace, run: Run, job: Job, keep: int, *, keep_best: bool = False) -> None:
+    def __init__(
+        self, workspace: Workspace, run: Run, job: Job, keep: int, redactor: Redactor, *, keep_best: bool = False
+    ) -> None:
         self.workspace = workspace
         self.run = run
         self.model_id = naming.finished_name(job.model, job.suffix, job.id)
         self.keep = keep
         self.keep_best = keep_best
+        self.redactor = redactor
         self._log = LineFile(workspace.log)
         self._metrics = LineFile(workspace.metrics)
         self._checkpoints = LineFile(workspace.checkpoint_lines)
@@ -73,12 +77,20 @@ class Reporter:
             return
         size = path.stat().st_size
         if size != uploaded_bytes:
-            storage.put(path, f"{attempt_key(self.run)}/trainer.log")
+            self._store_log(path)
         self._uploaded_log = (time.monotonic(), size)
+
+    def _store_log(self, path: Path) -> None:
+        if self.redactor:
+            cleaned = path.with_name("cleaned.log")
+            self.redactor.copy(path, cleaned)
+            path = cleaned
+        storage.put(path, f"{attempt_key(self.run)}/trainer.log")
 
     def _report_log_lines(self) -> None:
         lines, position = self._log.peek()
         if lines:
+            lines = self.redactor.plain(lines)
             told = [NewEvent(line["message"], level=line["level"], data=line["data"] or None) for line in lines]
             with db.write() as session:
                 attempts.tell(session, self.run.job_id, self.run.attempt, told)

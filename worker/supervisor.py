@@ -24,14 +24,17 @@ from sqlalchemy.orm import Session
 
 from app import db
 from app.config import get_settings
+from app.errors import NotFound
 from app.jobs import attempts
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.nodes import placement as placements
 from app.nodes.tables import Placement
-from worker import launch, prepare, publish
+from app.secrets.service import reveal
+from worker import launch, prepare, publish, tracking
 from worker.failures import JobFailed, failure_of, last_line
 from worker.heartbeat import Heartbeat, Reason, Stopped
+from worker.redaction import Redactor
 from worker.reporter import Reporter
 from worker.workspace import Result, Run, Workspace, read_json
 
@@ -97,16 +100,24 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     spec = TrainingSpec.stored(job.spec)
     heartbeat.limit_to(spec.resources.time_limit_s)
     prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
-    reporter = Reporter(workspace, run, job, spec.checkpoints.keep, keep_best=spec.evaluation.keep_best)
+    secrets = _secrets_of(job, spec)
+    redactor = Redactor(secrets.values())
+    reporter = Reporter(workspace, run, job, spec.checkpoints.keep, redactor, keep_best=spec.evaluation.keep_best)
     heartbeat.raise_if_stopped()
     try:
-        process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids)
+        process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids, secrets)
+        _tolerating_outage(partial(tracking.start_all, run, job, workspace))
         _follow(process, run, heartbeat, reporter)
         result = _result_of(workspace)
-        return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat))
+        return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat, secrets))
+    except JobFailed as error:
+        raise JobFailed(error.code, redactor.text(error.message), error.param) from None
     finally:
         with contextlib.suppress(OSError):  # why the attempt ends matters more than its log
             reporter.upload_log(at_once=True)
+        if redactor:
+            launch.kill_attempt(run)
+            redactor.clean(workspace.root, "trainer.log", "std*.log", "*.json", "*.jsonl")
 
 
 def _follow(process: subprocess.Popen[bytes], run: Run, heartbeat: Heartbeat, reporter: Reporter) -> None:
@@ -119,9 +130,11 @@ def _follow(process: subprocess.Popen[bytes], run: Run, heartbeat: Heartbeat, re
     heartbeat.raise_if_stopped()
 
 
-def _verify(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat, export: Path) -> None:
+def _verify(
+    run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat, secrets: dict[str, str], export: Path
+) -> None:
     """Reload the stored files in a fresh process, under the same requests as the training."""
-    process = launch.start_verifier(workspace, run, export, placement.gpu_uuids)
+    process = launch.start_verifier(workspace, run, export, placement.gpu_uuids, secrets)
     while process.poll() is None:
         time.sleep(POLL_S)
         heartbeat.raise_if_stopped()
@@ -147,6 +160,15 @@ def _load_job(run: Run) -> Job:
     if job is None:
         raise Stopped("lost")
     return job
+
+
+def _secrets_of(job: Job, spec: TrainingSpec) -> dict[str, str]:
+    """The environment variables that the job's processes get beside the node's own."""
+    try:
+        with db.read() as connection:
+            return reveal(connection, job.project_id, spec.secrets)
+    except NotFound as error:
+        raise JobFailed("secret_not_found", error.message, "spec.secrets") from error
 
 
 def _end_of_stop(run: Run, reason: Reason) -> End:

@@ -12,6 +12,7 @@
         export/adapter/ or export/model/   the artifact, in standard PEFT or transformers layout
         probe.safetensors    input_ids [1, T] and the live model's fp32 logits [1, T, V]
         result.json          Result: written last; without it the run did not finish
+        facts.json           base files, libraries, hardware: what the manifest needs of the run
         verification.json    Verification: written by worker.trainer.verify in a fresh process
         failure.json         Failure: a cause the trainer knows a name for; the first rank to fail writes it
         error.json           torch elastic's record of the first failing rank
@@ -80,6 +81,10 @@ class Workspace:
     @property
     def result(self) -> Path:
         return self.root / "result.json"
+
+    @property
+    def facts(self) -> Path:
+        return self.root / "facts.json"
 
     @property
     def verification(self) -> Path:
@@ -179,6 +184,10 @@ class Verification:
     max_difference_from_base: float | None
     tolerance: float
     num_tensors: int
+    merged_difference_from_live: float | None = None
+    """Of the merged export, where there is one. With bfloat16 weights that is the cost of rounding, and so is the next."""
+    merged_rounding: float | None = None
+    """What rounding alone costs: base and adapter merged afresh, rounded to the exported type, against the live model."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Per `evaluation.prompts` entry: {"messages": [...], "base": str, "tuned": str}."""
 

@@ -10,6 +10,8 @@ ShareGPT's `conversations` and conversational prompt-completion rows become `mes
 `preferred_output` and `non_preferred_output` becomes `prompt`, `chosen` and `rejected`. Other columns are left out.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +76,19 @@ def read_rows(source: IO[bytes] | Path, filename: str) -> Iterator[Row]:
         if isinstance(found, Problem):
             raise InvalidDataset(found)
         yield found
+
+
+def canonical_line(value: dict[str, Any]) -> str:
+    """A canonical row as the trainer reads it. The SHA-256 over all of them is a data set's identity."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def canonical_hash(source: IO[bytes] | Path, filename: str) -> str:
+    """The SHA-256 of a whole file's rows in canonical form; InvalidDataset where one cannot be used."""
+    digest = hashlib.sha256()
+    for row in read_rows(source, filename):
+        digest.update(canonical_line(row.value).encode())
+    return digest.hexdigest()
 
 
 def check(source: IO[bytes] | Path, filename: str) -> Report:

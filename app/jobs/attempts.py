@@ -129,6 +129,11 @@ def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) 
     return events.append(session, job_id, told, *_held(job_id, attempt))
 
 
+def record_data(session: Session, job_id: str, attempt: int, sha256: dict[str, str]) -> bool:
+    """Note what the job trains on, for its later attempts and its manifest."""
+    return events.append(session, job_id, [], *_held(job_id, attempt), data_sha256=sha256)
+
+
 def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[StepRecord]) -> bool:
     """Append metrics events and rows, and move the job's progress to the last of them."""
     last = records[-1]

@@ -11,7 +11,7 @@ from app import db, downloads, storage
 from app.auth import KeyedRoute, ProjectId
 from app.dependencies import Read, Write
 from app.errors import InvalidRequest
-from app.jobs import live, logs, queries, service
+from app.jobs import live, logs, queries, reruns, service
 from app.jobs.schemas import ArtifactOut, CheckpointOut, EventOut, JobCreate, JobOut, MetricsOut
 from app.schemas import After, ListOut
 
@@ -85,6 +85,14 @@ def resume_job(job_id: str, project_id: ProjectId) -> JobOut:
     service.resume_job(project_id, job_id)
     with db.read() as connection:
         return JobOut.of(queries.get_job(connection, project_id, job_id))
+
+
+@router.post("/{job_id}/rerun", summary="Run an ended job again")
+def rerun_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """A new job with the same spec, seed and rows: on the same hardware it gives the same losses."""
+    new_id = reruns.rerun_job(project_id, job_id)
+    with db.read() as connection:
+        return JobOut.of(queries.get_job(connection, project_id, new_id))
 
 
 @streams.get("/{job_id}/events", response_class=EventSourceResponse)

@@ -19,7 +19,7 @@ from sqlalchemy import Row
 
 from app.config import get_settings
 from app.jobs.figures import in_openais_words
-from app.jobs.spec import TrainingSpec
+from app.jobs.spec import SecretName, TrainingSpec
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.recipes import service as recipes
 from app.schemas import RequestModel
@@ -54,6 +54,9 @@ AutoInt = Annotated[
 ]
 AutoFloat = Annotated[
     float | None, BeforeValidator(_auto_is_absent), WithJsonSchema({"anyOf": [{"type": "number"}, {"const": "auto"}]})
+]
+TrackerVariable = Literal[
+    "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "DATABRICKS_TOKEN", "DATABRICKS_CLIENT_SECRET", "AWS_SECRET_ACCESS_KEY"
 ]
 Metadata = Annotated[dict[str, str], AfterValidator(_valid_metadata)]
 
@@ -114,11 +117,38 @@ class WandbRequest(RequestModel):
     tags: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=50)
 
 
-class IntegrationRequest(RequestModel):
-    """A tracker that shall receive the metrics."""
+class WandbIntegration(RequestModel):
+    """Weights & Biases: known, and not offered yet."""
 
     type: Literal["wandb"]
     wandb: WandbRequest
+
+
+class MlflowRequest(RequestModel):
+    """A run in MLflow with every figure of every step, the result, and where asked a registered model."""
+
+    experiment: str = Field(min_length=1, max_length=256, description="Made where there is none of this name.")
+    run_name: str | None = Field(default=None, min_length=1, max_length=256, description="Default: the job's id.")
+    tags: Metadata = Field(default={}, description="Pairs of text.")
+    tracking_uri: str | None = Field(
+        default=None, max_length=512, description="A server that the operator allowed. Default: the operator's own."
+    )
+    register_as: str | None = Field(
+        default=None, pattern=r"^[^./:\s]+\.[^./:\s]+\.[^./:\s]+$", max_length=256, description="`catalog.schema.model`."
+    )
+    secrets: dict[TrackerVariable, SecretName] = Field(
+        default={}, max_length=4, description="Environment variable of the MLflow client -> name of a secret."
+    )
+
+
+class MlflowIntegration(RequestModel):
+    """MLflow."""
+
+    type: Literal["mlflow"]
+    mlflow: MlflowRequest
+
+
+IntegrationRequest = Annotated[MlflowIntegration | WandbIntegration, Field(discriminator="type")]
 
 
 class SpecRequest(TrainingSpec):
@@ -218,7 +248,7 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `rerun_of`, `tracking`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -246,6 +276,8 @@ class JobOut(BaseModel):
     queue: Queue | None
     attempt: int
     started_at: int | None
+    rerun_of: str | None
+    tracking: list[Any]
 
     @classmethod
     def of(cls, job: Job | Row[Any]) -> Self:
@@ -275,6 +307,8 @@ class JobOut(BaseModel):
             queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
+            rerun_of=job.rerun_of,
+            tracking=job.tracking or [],
         )
 
 

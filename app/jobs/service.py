@@ -10,18 +10,20 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app import db, queue
+from app.config import get_settings
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
 from app.ids import new_id
 from app.jobs import events, sources
 from app.jobs.events import NewEvent
-from app.jobs.schemas import JobCreate
+from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
 from app.nodes import service as nodes
 from app.recipes import service as recipes
+from app.secrets import service as secrets_of_projects
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
@@ -35,12 +37,12 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
 
     Raises InvalidRequest naming the `param` to change.
     """
-    if body.integrations:
-        raise InvalidRequest("No integration is offered yet: leave `integrations` out.", param="integrations")
+    _check_integrations(session, project_id, body.integrations)
     sources.check_data_source(session, project_id, body.training_file, "training_file")
     if body.validation_file is not None:
         sources.check_data_source(session, project_id, body.validation_file, "validation_file")
     spec = resolve_spec(session, body)
+    secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
     job = Job(
         id=new_id("ftjob-"),
         project_id=project_id,
@@ -53,7 +55,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
         method={"type": spec.method, spec.method: {"hyperparameters": hyperparameters(spec)}},
         spec=spec.model_dump(mode="json"),
         job_metadata=body.metadata,
-        integrations=[],
+        integrations=[integration.model_dump(mode="json") for integration in body.integrations],
         priority=spec.resources.priority,
         accelerator=spec.resources.accelerator,
         result_files=[],
@@ -144,7 +146,7 @@ def get_job(session: Session, project_id: str, job_id: str) -> Job:
 def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     """The request as a complete spec: `spec` as given, OpenAI's fields laid over it, automatic values chosen."""
     requested = body.spec.with_recipe
-    resources = dict(requested.get("resources", {})) | {"accelerator": _resolve_resources(session, body.spec)}
+    resources = dict(requested.get("resources", {})) | {"accelerator": check_resources(session, body.spec)}
     # Templates that print the day must print the same one in every attempt.
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
     resolved = requested | {
@@ -160,6 +162,19 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     spec = _validated(resolved)
     _refuse_what_cannot_run(spec, body)
     return spec
+
+
+def _check_integrations(session: Session, project_id: str, integrations: list[IntegrationRequest]) -> None:
+    settings = get_settings()
+    for index, integration in enumerate(integrations):
+        param = f"integrations[{index}]"
+        if isinstance(integration, WandbIntegration):
+            raise InvalidRequest("Weights & Biases is not offered yet: use `mlflow`.", code="not_offered", param=param)
+        uri = integration.mlflow.tracking_uri or settings.mlflow_tracking_uri
+        if not uri or uri not in (settings.mlflow_tracking_uri, *settings.mlflow_allowed_uris):
+            message = f"The operator has allowed no MLflow server `{uri}`: leave `tracking_uri` out, or ask for it."
+            raise InvalidRequest(message, code="tracking_uri_not_allowed", param=f"{param}.mlflow.tracking_uri")
+        secrets_of_projects.require(session, project_id, integration.mlflow.secrets.values(), f"{param}.mlflow.secrets")
 
 
 def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
@@ -270,7 +285,7 @@ def _prompts(spec: TrainingSpec) -> list[list[rows.Message]]:
         raise InvalidRequest(error.message, code=error.code, param=error.path) from error
 
 
-def _resolve_resources(session: Session, spec: TrainingSpec) -> str:
+def check_resources(session: Session, spec: TrainingSpec) -> str:
     """The accelerator the job will run on; refused where no registered node could ever hold one node's part of it."""
     largest = nodes.largest_slots(session)
     wanted = spec.resources.accelerator

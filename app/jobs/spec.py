@@ -26,6 +26,19 @@ ChatMessage = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
 
 
+def _credential(name: str) -> str:
+    if name.startswith("TUNEYARD_"):
+        raise ValueError("TUNEYARD_ variables are the service's own")
+    return name
+
+
+# Only names that stand for a credential: others change how a process runs.
+EnvironmentName = Annotated[
+    str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,55}_(TOKEN|KEY|PASSWORD|SECRET)$"), AfterValidator(_credential)
+]
+SecretName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+
+
 class Section(BaseModel):
     """A part of the spec: unknown fields are errors, values never change after the check."""
 
@@ -293,6 +306,12 @@ class TrainingSpec(Section):
     checkpoints: CheckpointsSection = CheckpointsSection()
     export: ExportSection = ExportSection()
     resources: ResourcesSection = ResourcesSection()
+    secrets: dict[EnvironmentName, SecretName] = Field(
+        default={},
+        max_length=16,
+        description="Environment variable of the job's processes -> name of a secret. Variables end in `_TOKEN`, `_KEY`, "
+        "`_PASSWORD` or `_SECRET`; `HF_TOKEN` opens gated models.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -32,6 +32,12 @@ class Job(Base):
     """The resolved TrainingSpec."""
     job_metadata: Mapped[dict[str, Any] | None] = mapped_column("metadata")
     integrations: Mapped[list[Any]]
+    data_sha256: Mapped[dict[str, Any] | None]
+    """Per split the SHA-256 of its rows in canonical form, written by the first attempt: later ones train on the same."""
+    rerun_of: Mapped[str | None] = mapped_column(String(64))
+    """The job that this one repeats."""
+    tracking: Mapped[list[Any] | None]
+    """Per integration what the tracker calls this job: its experiment, its run."""
     priority: Mapped[int]
     accelerator: Mapped[str] = mapped_column(String(8))
 

@@ -77,6 +77,14 @@ def claimed_here(connection: Connection, name: str) -> Sequence[RowMapping]:
     return connection.execute(claimed).mappings().all()
 
 
+def history(connection: Connection, job_id: str) -> list[dict[str, Any]]:
+    """Where and when each attempt of a job ran, oldest first."""
+    columns = (Placement.attempt, Placement.node_rank, Placement.node_id.label("node"), Placement.slots)
+    times = (Placement.claimed_at.label("started_at"), Placement.released_at.label("ended_at"))
+    placed = select(*columns, *times).where(Placement.job_id == job_id).order_by(Placement.attempt, Placement.node_rank)
+    return [dict(row) for row in connection.execute(placed).mappings()]
+
+
 def release(session: Session, job_id: str, attempt: int) -> None:
     """Give back all slots of an attempt. Called when its processes are gone, or are fenced off and stopping."""
     held = (

@@ -97,6 +97,12 @@ class TestCreateJob:
                 "surrogate",
             ),
             ({"integrations": [{"type": "wandb", "wandb": {}}]}, "integrations[0].wandb.project", "required"),
+            ({"integrations": [{"type": "mlflow", "mlflow": {}}]}, "integrations[0].mlflow.experiment", "required"),
+            (
+                {"integrations": [{"type": "mlflow", "mlflow": {"experiment": "x", "register_as": "only_a_name"}}]},
+                "integrations[0].mlflow.register_as",
+                "pattern",
+            ),
         ],
     )
     def test_a_bad_value_is_named_by_its_path(self, http: httpx2.Client, body: dict[str, Any], param: str, words: str) -> None:

@@ -1,5 +1,6 @@
 """The check of an artifact finds what it is there to find."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from worker.trainer.trainers import Trainer
 from worker.trainer.verify import verify
@@ -85,3 +87,73 @@ def test_a_value_that_is_not_finite_is_named(trained: Workspace) -> None:
     assert not found.ok
     assert "not finite" in found.message
     assert found.max_difference_from_live is None
+
+
+@pytest.mark.parametrize("missing", ["generation_config.json", "README.md", "tokenizer.json"])
+def test_a_missing_companion_of_the_weights_is_named(trained: Workspace, missing: str) -> None:
+    (trained.export / "adapter" / missing).unlink()
+    found = verify(trained, trained.export)
+    assert not found.ok
+    assert f"adapter/{missing} is missing" in found.message
+
+
+def test_another_chat_template_is_found(trained: Workspace) -> None:
+    folder = trained.export / "adapter"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(folder)
+    found = verify(trained, trained.export)
+    assert not found.ok
+    assert "the chat template of adapter is not the one that was trained with" in found.message
+
+
+class TestMergedExport:
+    """Base and adapter in one, in bfloat16 and in float32."""
+
+    @pytest.fixture(params=["float32", "bfloat16"])
+    def merged(
+        self,
+        request: pytest.FixtureRequest,
+        make_workspace: MakeWorkspace,
+        gpt_oss_mxfp4: Path,
+        run_here: Callable[[Workspace], Trainer],
+    ) -> Workspace:
+        sections = {"adapter": EXPERTS, "model": {"dtype": request.param}, "export": {"merged": True}}
+        workspace = make_workspace("m", gpt_oss_mxfp4, **sections)
+        run_here(workspace)
+        return workspace
+
+    def test_a_good_merge_differs_by_the_rounding_of_its_weights_only(self, merged: Workspace) -> None:
+        found = verify(merged, merged.export)
+        assert found.ok, found.message
+        assert found.merged_difference_from_live is not None
+        assert found.merged_rounding is not None
+        assert abs(found.merged_difference_from_live - found.merged_rounding) <= found.tolerance
+        is_exact = "float32" in merged.spec.read_text()
+        assert (found.merged_difference_from_live <= found.tolerance) is is_exact
+
+    def test_a_merge_without_the_adapter_is_found(self, merged: Workspace, gpt_oss: Path) -> None:
+        path = merged.export / "merged" / "model.safetensors"
+        tensors = load_file(path)
+        for name in [name for name in tensors if "experts.down_proj" in name and "bias" not in name]:
+            tensors[name] = load_file(gpt_oss / "model.safetensors")[name].to(tensors[name].dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+        found = verify(merged, merged.export)
+        assert not found.ok
+        assert "logits of the merge differ from base and adapter by" in found.message
+
+    def test_a_missing_tensor_of_the_merge_is_named(self, merged: Workspace) -> None:
+        path = merged.export / "merged" / "model.safetensors"
+        tensors = load_file(path)
+        del tensors["model.norm.weight"]
+        save_file(tensors, path, metadata={"format": "pt"})
+        found = verify(merged, merged.export)
+        assert not found.ok
+        assert "model.norm.weight is missing" in found.message
+
+    def test_a_merge_that_is_not_there_is_named(self, merged: Workspace) -> None:
+        shutil.rmtree(merged.export / "merged")
+        found = verify(merged, merged.export)
+        assert not found.ok
+        assert "merged holds no weights" in found.message
+        assert found.merged_difference_from_live is None

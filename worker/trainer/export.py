@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -21,6 +22,7 @@ from worker.trainer.callbacks import is_first_rank
 from worker.trainer.data import Data
 from worker.trainer.methods import device
 from worker.trainer.model import load_base
+from worker.trainer.provenance import record_facts
 from worker.trainer.trainers import Trainer
 from worker.workspace import Workspace
 
@@ -44,8 +46,10 @@ def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer
         _finish_folder(target, spec, tokenizer)
     del weights
     _write_probe(trainer, model, workspace, data)
-    if is_lora and spec.export.merged and is_first_rank():
-        _save_merged(target, workspace.export / "merged", spec, tokenizer)
+    if is_first_rank():
+        if is_lora and spec.export.merged:
+            _save_merged(target, workspace.export / "merged", spec, tokenizer)
+        record_facts(workspace, spec, tokenizer)
 
 
 def full_weights(model: nn.Module, *, only_trained: bool) -> dict[str, torch.Tensor]:
@@ -103,9 +107,23 @@ def _save_adapter(model: PeftModel, weights: dict[str, torch.Tensor], target: Pa
 
 def _save_merged(adapter: Path, target: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:
     """Base and adapter in one: from a fresh base, as the live one may be sharded."""
-    model = PeftModel.from_pretrained(load_base(spec), str(adapter)).merge_and_unload()
+    model = merge(PeftModel.from_pretrained(load_base(spec), str(adapter)))
     model.save_pretrained(target, max_shard_size=f"{spec.export.max_shard_size_gb}GB")
     _finish_folder(target, spec, tokenizer)
+
+
+def merge(model: PeftModel) -> PreTrainedModel:
+    """The base with the adapter in its weights. Each weight is added up in float32 and rounded once, and only one is in
+    float32 at a time: PEFT adds in the weights' own type, which rounds twice."""
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weight: Any = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
+            dtype = weight.dtype
+            weight.data = weight.data.float()
+            module.merge()
+            weight.data = weight.data.to(dtype)
+    merged: PreTrainedModel = model.unload()
+    return merged
 
 
 def _finish_folder(folder: Path, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,0 +1,193 @@
+"""Tell an experiment tracker about a job, from the lines that the trainer writes. A process of its own per integration:
+
+    python -m worker.tracking JOB ATTEMPT INDEX
+
+whatever the tracker does, the training neither waits for it nor fails. It outlives the supervisor until the result is handed
+over.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from app import db, storage
+from app.config import get_settings
+from app.errors import NotFound
+from app.jobs import events, queries
+from app.jobs.events import NewEvent
+from app.jobs.status import TERMINAL, Status
+from app.jobs.tables import Job
+from app.secrets.service import reveal
+from worker.redaction import Redactor
+from worker.reporter import LineFile
+from worker.workspace import Run, Workspace
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+LONGEST_PAUSE_S = 30.0
+# The client's own defaults wait for minutes on a server that is away; we try again ourselves, and say so.
+CLIENT_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "GIT_PYTHON_REFRESH": "quiet"}
+
+
+def start_all(run: Run, job: Job, workspace: Workspace) -> None:
+    """Start a tracker per integration of the job. One that cannot start is a warning, never the job's failure."""
+    for index, integration in enumerate(job.integrations):
+        try:
+            with db.read() as connection:
+                secrets = reveal(connection, job.project_id, _settings_of(integration)["secrets"])
+        except NotFound as error:
+            _tell(run, f"{integration['type']} is not told about this job: {error.message}", "warn")
+            continue
+        _start(run, index, workspace, secrets)
+
+
+def _start(run: Run, index: int, workspace: Workspace, secrets: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "worker.tracking", run.job_id, str(run.attempt), str(index)]
+    with (workspace.root / "tracking.log").open("ab") as output:
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | CLIENT_LIMITS | secrets,
+            start_new_session=True,
+        )
+
+
+def main() -> None:
+    """One integration of one attempt, to its end."""
+    run, index = Run(sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s job={run.job_id} %(message)s")
+    workspace = Workspace(get_settings().resolved_workspace_dir / run.job_id / str(run.attempt))
+    with db.read() as connection:
+        row = connection.execute(select(*queries.JOB).where(Job.id == run.job_id)).one()
+    integration = row.integrations[index]
+    redactor = Redactor(os.environ[variable] for variable in _settings_of(integration)["secrets"])
+    try:
+        from worker.mlflow_run import MlflowRun  # here, so that a node without MLflow can say what it lacks
+    except ImportError:
+        _tell(run, "mlflow is not told about this job: install it on the node (the extra `tracking`).", "warn")
+        return
+    recorded = (row.tracking or [{}] * (index + 1))[index]
+    follow(run, Outage(run, redactor), MlflowRun(row, _settings_of(integration), recorded), index, workspace)
+
+
+def follow(run: Run, outage: "Outage", tracker: Any, index: int, workspace: Workspace) -> None:
+    """Hand over line by line, and the result at the end; through any outage, until patience is over."""
+    lines = LineFile(workspace.metrics)
+    recorded: dict[str, Any] | None = None
+    ended_at = None
+    while True:
+        try:
+            status, attempt = _standing(run.job_id)
+            if status in TERMINAL and ended_at is None:
+                ended_at = time.monotonic()
+            if attempt != run.attempt:
+                return
+            tracker.open()
+            recorded = _record(run.job_id, index, tracker.facts, recorded)
+            new, position = lines.peek()
+            tracker.log_steps(new)
+            lines.position = position
+            if status in TERMINAL:
+                files = _fetch_result(run.job_id, workspace) if status == Status.SUCCEEDED else []
+                tracker.hand_over(workspace, files)
+                _record(run.job_id, index, tracker.facts, recorded)
+                tracker.close(status)
+            outage.over()
+            if status != Status.RUNNING:
+                return
+        except Exception as error:  # trackers and their networks fail in every way there is
+            log.warning("the tracker did not take it", exc_info=True)
+            if ended_at is not None and time.monotonic() - ended_at > get_settings().tracking_patience_s:
+                outage.give_up(error)
+                return
+            outage.note(error)
+        time.sleep(outage.pause_s)
+
+
+@dataclass
+class Outage:
+    """A tracker that does not answer: said once when it begins and once when it is over."""
+
+    run: Run
+    redactor: Redactor
+    pause_s: float = POLL_S
+    failed: int = field(default=0)
+
+    def note(self, error: Exception) -> None:
+        self.failed += 1
+        self.pause_s = min(LONGEST_PAUSE_S, POLL_S * 2**self.failed)
+        if self.failed == 1:
+            self._say(f"mlflow does not take this job's figures, it is tried again: {_reason(error)}", "warn")
+
+    def over(self) -> None:
+        if self.failed:
+            self._say("mlflow has this job's figures again", "info")
+        self.failed, self.pause_s = 0, POLL_S
+
+    def give_up(self, error: Exception) -> None:
+        self._say(f"mlflow did not take this job's figures: {_reason(error)}", "warn")
+
+    def _say(self, message: str, level: Any) -> None:
+        try:
+            _tell(self.run, self.redactor.text(message), level)
+        except Exception:  # the database may be what is away
+            log.warning("could not be told: %s", message, exc_info=True)
+
+
+def _tell(run: Run, message: str, level: Any) -> None:
+    with db.write() as session:
+        events.append(session, run.job_id, [NewEvent(message, level)], Job.attempt == run.attempt)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0][:300] if text else type(error).__name__
+
+
+def _standing(job_id: str) -> tuple[str, int]:
+    with db.read() as connection:
+        status, attempt = connection.execute(select(Job.status, Job.attempt).where(Job.id == job_id)).one()
+    return status, attempt
+
+
+def _record(job_id: str, index: int, facts: dict[str, Any], recorded: dict[str, Any] | None) -> dict[str, Any]:
+    """What the tracker calls the job, onto the job's row where it is news; each integration keeps its own place."""
+    if facts == recorded:
+        return recorded
+    with db.write() as session:
+        job = session.scalars(select(Job).where(Job.id == job_id).with_for_update()).one()
+        job.tracking = [
+            facts if place == index else known
+            for place, known in enumerate(job.tracking or [{"type": one["type"]} for one in job.integrations])
+        ]
+    return dict(facts)
+
+
+def _fetch_result(job_id: str, workspace: Workspace) -> list[str]:
+    """The names of the result's files, all below workspace.export: an attempt on another node may have made them."""
+    with db.read() as connection:
+        artifacts = queries.list_artifacts(connection, job_id)
+    for artifact in artifacts:
+        path: Path = workspace.export / artifact.name
+        if not path.exists():
+            storage.get(artifact.storage_key, path)
+    return [artifact.name for artifact in artifacts]
+
+
+def _settings_of(integration: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = integration[integration["type"]]
+    return settings
+
+
+if __name__ == "__main__":
+    main()
