@@ -138,7 +138,8 @@ def running(data_dir: Path, **environment: str) -> Iterator[Service]:
         yield service
     finally:
         assert service.process is not None
-        started = psutil.Process(service.process.pid).children(recursive=True)
+        is_up = service.process.poll() is None  # a test may have ended it itself
+        started = psutil.Process(service.process.pid).children(recursive=True) if is_up else []
         service.stop()
         left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"left behind: {left}"
