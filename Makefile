@@ -18,8 +18,10 @@ help: ## List the targets
 demo: .venv/.demo-stamp ## Fine-tune a real chat model through the API and show the change (ONCE=1: then stop)
 	@$(BIN)/python -m demo.run
 
+# The demo's base model may be named in jobs here, too.
+up: export TUNEYARD_MODEL_ROOTS ?= ["$(CURDIR)/.cache"]
 up: .venv/.demo-stamp ## Serve on this machine in the foreground (PORT=8000)
-	@$(BIN)/tuneyard up --port $(PORT)
+	@mkdir -p .cache && $(BIN)/tuneyard up --port $(PORT)
 
 test: .venv/.dev-stamp ## Run all tests, on real servers from wheels
 	@$(BIN)/pytest -n $(WORKERS)

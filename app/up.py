@@ -77,6 +77,7 @@ def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> Non
             say(f"Tuneyard is ready at http://{host}:{port}/v1  (log: {data_dir / 'service.log'}; Ctrl-C stops it)")
             _keep_running(children, log, stop)
     finally:
+        say("Stopping: running jobs save first, and go on at the next start.")
         _stop_all(children)
         lock.close()
 
@@ -163,7 +164,8 @@ def _valkey_command() -> list[str]:
     folder = settings.data_dir.resolve() / "run"
     return [
         *(_valkey_binary(), "--port", "0", "--unixsocket", str(settings.broker_socket), "--unixsocketperm", "600"),
-        *("--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
+        # Nothing is kept: messages are wake-ups, and the tick finds the work of those that a killed server lost.
+        *("--dir", str(folder), "--appendonly", "no", "--save", ""),
         *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
     ]
 

@@ -26,6 +26,7 @@ from app import db
 from app.config import get_settings
 from app.errors import NotFound
 from app.jobs import attempts
+from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.nodes import placement as placements
@@ -109,6 +110,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
         _tolerating_outage(partial(tracking.start_all, run, job, workspace))
         _follow(process, run, heartbeat, reporter)
         result = _result_of(workspace)
+        _tell(run, "Training has finished: storing and verifying the result")
         return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat, secrets))
     except JobFailed as error:
         raise JobFailed(error.code, redactor.text(error.message), error.param) from None
@@ -152,6 +154,11 @@ def _result_of(workspace: Workspace) -> Result:
     if result.outcome != "finished":
         raise Stopped("crashed")
     return result
+
+
+def _tell(run: Run, message: str) -> None:
+    with db.write() as session:
+        attempts.tell(session, run.job_id, run.attempt, [NewEvent(message)])
 
 
 def _load_job(run: Run) -> Job:

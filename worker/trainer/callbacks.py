@@ -157,6 +157,7 @@ class Checkpoints(TrainerCallback):
         self.trainer = trainer
         self.reporter = reporter
         self.fingerprint = fingerprint
+        self._told_step: int | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if dist.is_initialized():
@@ -165,6 +166,9 @@ class Checkpoints(TrainerCallback):
             return
         folder = self.workspace.checkpoints / f"checkpoint-{state.global_step}"
         mark_complete(folder, state.global_step, self.trainer.num_trained_tokens, self.spec, self.fingerprint)
+        if state.global_step == self._told_step:
+            return  # a stop at the end of an epoch saves the step twice
+        self._told_step = state.global_step
         line = CheckpointLine(state.global_step, str(folder.relative_to(self.workspace.root)), dict(self.reporter.last))
         append_line(self.workspace.checkpoint_lines, line)
         complete = [checkpoint for checkpoint in find_checkpoints(self.workspace) if checkpoint.is_complete]
