@@ -18,8 +18,10 @@ help: ## List the targets
 demo: .venv/.demo-stamp ## Fine-tune a real chat model through the API and show the change (ONCE=1: then stop)
 	@$(BIN)/python -m demo.run
 
+# The demo's base model may be named in jobs here, too.
+up: export TUNEYARD_MODEL_ROOTS ?= ["$(CURDIR)/.cache"]
 up: .venv/.demo-stamp ## Serve on this machine in the foreground (PORT=8000)
-	@$(BIN)/tuneyard up --port $(PORT)
+	@mkdir -p .cache && $(BIN)/tuneyard up --port $(PORT)
 
 test: .venv/.dev-stamp ## Run all tests, on real servers from wheels
 	@$(BIN)/pytest -n $(WORKERS)
@@ -34,7 +36,7 @@ check: .venv/.dev-stamp ## Check format, lint, types and import rules
 	@$(BIN)/lint-imports
 
 bench: .venv/.dev-stamp ## Measure the figures in the README
-	@for script in $(wildcard benchmarks/[a-z]*.py); do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+	@for script in $(wildcard benchmarks/[a-z]*.py); do echo "$$script"; PYTHONPATH=. $(BIN)/python "$$script" || exit 1; done
 
 clean: ## Remove the virtual environment and all caches (not .tuneyard, which holds jobs)
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

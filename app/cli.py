@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+from sqlalchemy.exc import OperationalError
 
 from app import up as embedded
 from app.config import get_settings
@@ -39,7 +42,11 @@ def migrate() -> None:
     from app import migrate as migrations
     from app.keys import service as keys
 
-    migrations.upgrade()
+    try:
+        migrations.upgrade()
+    except OperationalError as error:
+        typer.echo(f"tuneyard: The database cannot be used: {str(error.orig).strip().splitlines()[0]}", err=True)
+        raise typer.Exit(1) from None
     given = get_settings().admin_api_key
     with db.write() as session:
         key = keys.ensure_admin_key(session, given.get_secret_value() if given else None)
@@ -85,24 +92,7 @@ def _own_public_key() -> str:
 @cli.command()
 def control() -> None:
     """Run a control worker: placement, and the tick that finds what was lost. Any number may run."""
-    folder = get_settings().data_dir.resolve() / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    _exec(
-        [
-            *_CELERY,
-            "-n",
-            "control@%h",
-            "-Q",
-            CONTROL,
-            "--pool",
-            "threads",
-            "--concurrency",
-            "2",
-            "-B",
-            "-s",
-            str(folder / "beat"),
-        ]
-    )
+    _exec([*_CELERY, "-n", "control@%h", "-Q", CONTROL, "--pool", "threads", "--concurrency", "2"])
 
 
 @cli.command()
@@ -115,8 +105,19 @@ def node() -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point: a setting that cannot be read is one line, not a traceback."""
+    try:
+        get_settings()
+    except (SettingsError, ValidationError) as error:
+        typer.echo(
+            f"tuneyard: A TUNEYARD_ setting cannot be read (lists are JSON, as '[\"/models\"]'): {_first_line(error)}", err=True
+        )
+        raise SystemExit(1) from None
     cli()
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _exec(command: list[str]) -> None:

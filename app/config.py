@@ -85,6 +85,10 @@ class Settings(BaseSettings):
         default=120.0, gt=0, description="A job whose supervisor is silent for longer is started again elsewhere."
     )
     max_attempts: int = Field(default=3, ge=1, le=100, description="How often a job is tried when workers are lost.")
+    stop_jobs_with_node: bool = Field(
+        default=False,
+        description="Whether a node worker that stops has its jobs save and stop first: right in a container.",
+    )
     stop_grace_s: float = Field(
         default=60.0, gt=0, description="How long a trainer may take to save and stop before it is killed."
     )
@@ -115,8 +119,8 @@ class Settings(BaseSettings):
 
     @property
     def dequantized_cache_dir(self) -> Path:
-        """Beside the workspaces: a bfloat16 copy per MXFP4 model, mapped by every rank of this node."""
-        return self.resolved_workspace_dir.parent / "dequantized"
+        """Among the workspaces, on the same volume: a bfloat16 copy per MXFP4 model, mapped by every rank of this node."""
+        return self.resolved_workspace_dir / "dequantized"
 
     @property
     def resolved_model_roots(self) -> list[Path]:

@@ -18,7 +18,12 @@ from sqlalchemy.sql.functions import FunctionElement
 from app.config import get_settings
 
 # A server that has gone silent is an error within seconds; without these a caller waits for a quarter of an hour.
-POSTGRESQL_TIMEOUTS = {"connect_timeout": 5, "tcp_user_timeout": 10_000}  # seconds; milliseconds
+# A host that loses power inside a transaction must not hold its row locks until the kernel notices, two hours later.
+POSTGRESQL_TIMEOUTS = {
+    "connect_timeout": 5,  # seconds; the others are milliseconds
+    "tcp_user_timeout": 10_000,
+    "options": "-c lock_timeout=5000 -c statement_timeout=30000 -c idle_in_transaction_session_timeout=30000",
+}
 READ_ONLY = {"tuneyard_read_only": True}
 # None is SQL NULL, never JSON's null: `IS NULL` finds it.
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")

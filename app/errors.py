@@ -7,7 +7,8 @@ TuneyardError           400 invalid_request_error
 |- NotFound             404
 |- Conflict             409, never retried by the SDK
 |- TooLarge             413
-`- Unavailable          503, with Retry-After
+|- Unavailable          503, with Retry-After
+`- DiskFull             507, never retried by the SDK
 """
 
 from typing import ClassVar
@@ -91,3 +92,17 @@ class Unavailable(TuneyardError):
     @property
     def headers(self) -> dict[str, str]:
         return {"Retry-After": "2"}
+
+
+class DiskFull(TuneyardError):
+    """The service has no room for what it should keep; the same call works once an operator has made some."""
+
+    status = 507
+    type = "server_error"
+
+    def __init__(self) -> None:
+        super().__init__("The service's disk is full: its operator must free space.", code="disk_full")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}

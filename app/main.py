@@ -1,5 +1,6 @@
 """The HTTP API, put together."""
 
+import errno
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,12 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from app import health, log, validation
-from app.errors import InvalidRequest, TuneyardError, Unavailable
+from app.errors import DiskFull, InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
 from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
+from app.recipes import routes as recipes
 from app.requests import RequestIds
 from app.secrets import routes as secrets
 
@@ -56,6 +58,7 @@ def create_app() -> FastAPI:
         manifests.router,
         secrets.router,
         nodes.router,
+        recipes.router,
         health.router,
     ):
         app.include_router(router, responses=ERROR_RESPONSES)
@@ -64,6 +67,7 @@ def create_app() -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     for unreachable in (OperationalError, PoolTimeout):
         app.add_exception_handler(unreachable, _database_unreachable)
+    app.add_exception_handler(OSError, _system_error)
     app.add_exception_handler(DataError, _unstorable)
     app.add_middleware(RequestIds)
     return app
@@ -101,8 +105,16 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": content}, status, error.headers)
 
 
-def _database_unreachable(request: Request, _error: Exception) -> JSONResponse:
+def _database_unreachable(request: Request, error: Exception) -> JSONResponse:
+    if "disk is full" in str(error):  # SQLite's word for it
+        return _tuneyard_error(request, DiskFull())
     return _tuneyard_error(request, Unavailable("The database cannot be reached now: try again.", code="database_unavailable"))
+
+
+def _system_error(request: Request, error: Exception) -> JSONResponse:
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return _tuneyard_error(request, DiskFull())
+    raise error
 
 
 def _unstorable(request: Request, _error: Exception) -> JSONResponse:

@@ -29,8 +29,6 @@ celery.conf.update(
     worker_hijack_root_logger=False,
     worker_prefetch_multiplier=1,
     broker_connection_retry_on_startup=True,
-    # A tick that waited is worth nothing: the next one does the same.
-    beat_schedule={"tick": {"task": "tick", "schedule": TICK_S, "options": {"queue": CONTROL, "expires": 5 * TICK_S}}},
 )
 
 

@@ -1,6 +1,6 @@
 """`tuneyard up`: the whole service as one foreground process tree.
 
-Valkey on a private socket, the control worker with beat, one node worker for this machine, and the API. What dies is
+Valkey on a private socket, the control worker, one node worker for this machine, and the API. What dies is
 started again; when this process ends, nothing it started stays behind, detached supervisors and trainers included.
 """
 
@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 import redis
 from sqlalchemy import select
+from sqlalchemy.exc import SQLAlchemyError
 
 from app import db, migrate
 from app.config import get_settings
@@ -44,7 +45,6 @@ class Child:
 
     name: str
     command: list[str]
-    environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
 
@@ -55,14 +55,13 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | self.environment,
             start_new_session=True,  # a Ctrl-C reaches this process only, which then stops the others in order
             preexec_fn=die_with_parent,
         )
 
 
 def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; raises CannotStart before anything is left behind."""
+    """Serve until SIGINT, SIGTERM or SIGHUP; raises CannotStart before anything is left behind."""
     os.environ["TUNEYARD_DATA_DIR"] = str(data_dir.resolve())
     get_settings.cache_clear()
     lock = _prepare_data_dir(data_dir)
@@ -71,19 +70,22 @@ def run(host: str, port: int, data_dir: Path, say: Callable[[str], None]) -> Non
     become_subreaper()
     children: list[Child] = []
     try:
-        migrate.upgrade()
+        _migrate()
         _announce_key(say)
         with (data_dir / "service.log").open("ab") as log:
             _start_all(children, host, port, log, stop)
             say(f"Tuneyard is ready at http://{host}:{port}/v1  (log: {data_dir / 'service.log'}; Ctrl-C stops it)")
             _keep_running(children, log, stop)
     finally:
+        say("Stopping: running jobs save first, and go on at the next start.")
         _stop_all(children)
         lock.close()
 
 
 def _prepare_data_dir(data_dir: Path) -> IO[str]:
     """Make the directory and hold it alone; a lock of a process that died is gone with it."""
+    if set("%?#") & set(str(data_dir.resolve())):
+        raise CannotStart(f"{data_dir.resolve()} holds `%`, `?` or `#`, which no URL can: choose another --data-dir.")
     try:
         (data_dir / "run").mkdir(parents=True, exist_ok=True)
         lock = (data_dir / "run" / "up.lock").open("a+")
@@ -111,6 +113,14 @@ def _check_port(host: str, port: int) -> None:
             raise CannotStart(
                 f"Cannot listen on {host}:{port} ({error.strerror}): choose another with --port or --host."
             ) from error
+
+
+def _migrate() -> None:
+    try:
+        migrate.upgrade()
+    except SQLAlchemyError as error:
+        reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
+        raise CannotStart(f"The database cannot be used ({reason}): see TUNEYARD_DATABASE_URL and --data-dir.") from error
 
 
 def _announce_key(say: Callable[[str], None]) -> None:
@@ -154,7 +164,8 @@ def _valkey_command() -> list[str]:
     folder = settings.data_dir.resolve() / "run"
     return [
         *(_valkey_binary(), "--port", "0", "--unixsocket", str(settings.broker_socket), "--unixsocketperm", "600"),
-        *("--dir", str(folder), "--appendonly", "yes", "--appendfsync", "everysec", "--save", ""),
+        # Nothing is kept: messages are wake-ups, and the tick finds the work of those that a killed server lost.
+        *("--dir", str(folder), "--appendonly", "no", "--save", ""),
         *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
     ]
 
@@ -229,10 +240,26 @@ def _stop_all(children: list[Child]) -> None:
     """Stop what makes work first, then what carries it: supervisors save and requeue their jobs while the database is there."""
     for name in ("node", "control", "api"):
         _terminate([child for child in children if child.name == name])
-    supervisors = [process for process in psutil.Process().children() if not _is_child(process, children)]
-    _end_processes(supervisors, get_settings().stop_grace_s + STOP_TIMEOUT_S)
+    strangers = [process for process in psutil.Process().children() if not _is_child(process, children)]
+    _end_processes([*strangers, *_adopted_supervisors()], get_settings().stop_grace_s + STOP_TIMEOUT_S)
     _terminate([child for child in children if child.name == "valkey"])
     _end_processes(psutil.Process().children(recursive=True), 1.0)
+
+
+def _adopted_supervisors() -> list[psutil.Process]:
+    """Supervisors on this data directory that an `up` before us left when it was killed: init is their parent."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "worker.supervisor" in process.cmdline() and process.ppid() != os.getpid() and _serves_us(process):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _serves_us(process: psutil.Process) -> bool:
+    return bool(process.environ().get("TUNEYARD_DATA_DIR") == os.environ["TUNEYARD_DATA_DIR"])
 
 
 def _terminate(stopping: list[Child]) -> None:
@@ -261,7 +288,7 @@ def _is_child(process: psutil.Process, children: list[Child]) -> bool:
 
 
 class _Stop:
-    """Set by SIGINT and SIGTERM."""
+    """Set by SIGINT, SIGTERM, and SIGHUP: the terminal was closed."""
 
     requested = False
 
@@ -273,4 +300,6 @@ def _stop_on_signals() -> _Stop:
     stop = _Stop()
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        signal.signal(signal.SIGHUP, stop)
     return stop

@@ -72,11 +72,14 @@ def _finding(message: str, param: str | None, code: str) -> dict[str, str | None
 
 def _path(parts: Sequence[str | int], body: object, error_type: str) -> str:
     """The dotted path of the value in the body. Pydantic puts names of union branches between: they are no keys there."""
-    path = ""
-    for place, part in enumerate(parts, start=1):
+    path, last = "", None
+    for part in parts:
+        if part == last and isinstance(body, Mapping) and part not in body:
+            continue  # {"type": "x", "x": {...}}: the branch has the name of its key, and was taken for it
+        last = part
         if isinstance(part, int) and isinstance(body, Sequence) and part < len(body):
             path, body = f"{path}[{part}]", body[part]
-        elif isinstance(body, Mapping) and (part in body or (error_type == "missing" and place == len(parts))):
+        elif isinstance(body, Mapping) and (part in body or error_type == "missing"):
             path, body = (f"{path}.{part}" if path else str(part)), body.get(part)
     return path
 

@@ -18,6 +18,8 @@ def run() -> None:
     engine = make_engine(context.config.attributes["url"])
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":
+            connection.execute(text("SET LOCAL statement_timeout = 0"))  # a migration may take as long as its table is large
+            connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
         context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True, transactional_ddl=True)
         with context.begin_transaction():

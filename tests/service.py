@@ -137,7 +137,12 @@ def running(data_dir: Path, **environment: str) -> Iterator[Service]:
     try:
         yield service
     finally:
+        assert service.process is not None
+        is_up = service.process.poll() is None  # a test may have ended it itself
+        started = psutil.Process(service.process.pid).children(recursive=True) if is_up else []
         service.stop()
+        left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        assert not left, f"left behind: {left}"
 
 
 def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from openai import AsyncOpenAI, ConflictError
 from openai.types.fine_tuning import FineTuningJob
@@ -222,40 +223,64 @@ def test_a_target_that_matches_nothing_fails_the_job_by_name(service: Service, m
     assert "no_such_proj" in job.error.message
 
 
-def test_killing_api_and_workers_changes_nothing_for_a_running_job(service: Service, models: Path, training_file: str) -> None:
-    job = service.create_job(models / "tiny-llama", training_file, LONG)
+@pytest.fixture(scope="module")
+def survivor(service: Service, models: Path, training_file: str) -> FineTuningJob:
+    """A job during which API, control worker and node worker were killed."""
+    job = service.create_job(models / "tiny-llama", training_file, LONG, seed=7)
     service.wait_for_step(job.id, 3)
     for words in (("uvicorn",), ("celery", "node@"), ("celery", "control@")):
         service.child(*words).kill()
     wait_until(lambda: _answers(service), "the API is back", 30)
-    job = service.wait_for_end(job.id)
-    assert job.status == "succeeded", job.error
-    assert (job.model_extra or {})["attempt"] == 1
-    assert len(_losses(service, job.id)) == 200
+    return service.wait_for_end(job.id)
+
+
+def test_killing_api_and_workers_changes_nothing_for_a_running_job(service: Service, survivor: FineTuningJob) -> None:
+    assert survivor.status == "succeeded", survivor.error
+    assert (survivor.model_extra or {})["attempt"] == 1
+    assert len(_losses(service, survivor.id)) == 200
 
 
 def test_a_killed_supervisor_is_noticed_and_the_job_goes_on_from_its_checkpoint(
-    service: Service, models: Path, training_file: str
+    service: Service, models: Path, training_file: str, survivor: FineTuningJob
 ) -> None:
-    job = service.create_job(models / "tiny-llama", training_file, LONG)
+    job = service.create_job(models / "tiny-llama", training_file, LONG, seed=7)
     wait_until(lambda: bool(service.client.fine_tuning.jobs.checkpoints.list(job.id).data), "a checkpoint is stored")
     next(process for process in processes_of(job.id) if "worker.supervisor" in process.cmdline()).kill()
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
     assert (job.model_extra or {})["attempt"] == 2
-    assert len(_losses(service, job.id)) == 200
+    assert _losses(service, job.id) == _losses(service, survivor.id)
     messages = [event.message for event in service.client.fine_tuning.jobs.list_events(job.id, limit=100)]
     assert any(message.startswith("resumed from the checkpoint at step") for message in messages)
     assert messages.count("The job has successfully completed") == 1
 
 
-def test_a_killed_rank_starts_another_attempt(service: Service, models: Path, training_file: str) -> None:
-    job = service.create_job(models / "tiny-llama", training_file, LONG)
+def test_a_killed_rank_starts_another_attempt(
+    service: Service, models: Path, training_file: str, survivor: FineTuningJob
+) -> None:
+    job = service.create_job(models / "tiny-llama", training_file, LONG, seed=7)
     service.wait_for_step(job.id, 5)
     next(process for process in trainer_processes_of(job.id) if "RANK" in process.environ()).kill()
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
     assert (job.model_extra or {})["attempt"] == 2
+    assert _losses(service, job.id) == _losses(service, survivor.id)
+
+
+def test_a_paused_job_frees_its_slot_and_goes_on_exactly(
+    service: Service, models: Path, training_file: str, survivor: FineTuningJob
+) -> None:
+    jobs = service.client.fine_tuning.jobs
+    job = service.create_job(models / "tiny-llama", training_file, LONG, seed=7)
+    service.wait_for_step(job.id, 5)
+    jobs.pause(job.id)
+    wait_until(lambda: str(jobs.retrieve(job.id).status) == "paused", "the job is paused")
+    assert not trainer_processes_of(job.id)
+    assert jobs.resume(job.id).status in ("queued", "running")
+    job = service.wait_for_end(job.id)
+    assert job.status == "succeeded", job.error
+    assert _losses(service, job.id) == _losses(service, survivor.id)
+    assert job.trained_tokens == survivor.trained_tokens
 
 
 def test_a_stopped_service_finds_its_jobs_again(models: Path, rows: Path, tmp_path: Path) -> None:
@@ -268,6 +293,23 @@ def test_a_stopped_service_finds_its_jobs_again(models: Path, rows: Path, tmp_pa
         job = service.wait_for_end(job.id)
         assert job.status == "succeeded", job.error
         assert len(_losses(service, job.id)) == 200
+
+
+def test_a_killed_service_leaves_only_its_jobs_and_the_next_one_ends_them(models: Path, rows: Path, tmp_path: Path) -> None:
+    with running(tmp_path / "data", TUNEYARD_MODEL_ROOTS=json.dumps([str(models)])) as service:
+        job = service.create_job(models / "tiny-llama", service.upload(rows), ENDLESS)
+        service.wait_for_step(job.id, 3)
+        assert service.process is not None
+        everything = psutil.Process(service.process.pid).children(recursive=True)
+        its_own = [process for process in everything if process not in processes_of(job.id)]
+        service.stop(signal.SIGKILL)
+        _, alive = psutil.wait_procs(its_own, timeout=10)
+        assert not alive
+        service.start()
+        found = service.client.fine_tuning.jobs.retrieve(job.id)
+        assert (found.status, (found.model_extra or {})["attempt"]) == ("running", 1)
+        assert service.stop(signal.SIGHUP) == 0
+        assert not processes_of(job.id)
 
 
 def _losses(service: Service, job_id: str) -> list[float]:

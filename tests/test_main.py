@@ -1,5 +1,6 @@
 """What holds for every route: the error envelope, the request id, keys, health."""
 
+import errno
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import httpx2
 import openai
 import pytest
 from openai import OpenAI
+from sqlalchemy.exc import OperationalError
 from starlette.testclient import TestClient
 
 from app import auth
@@ -29,6 +31,18 @@ def in_process(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestC
         @app.get("/broken")
         def broken() -> None:
             raise RuntimeError("a secret of the service")
+
+        @app.get("/full")
+        def full() -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        @app.get("/database-full")
+        def database_full() -> None:
+            raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+        @app.get("/unreadable")
+        def unreadable() -> None:
+            raise PermissionError("a secret of the service")
 
         yield TestClient(app, raise_server_exceptions=False)
 
@@ -101,6 +115,13 @@ class TestErrors:
         assert answer.headers["x-request-id"] in error["message"]
         assert "secret" not in answer.text
         assert "Traceback" not in answer.text
+
+    def test_a_full_disk_is_said_in_words_and_not_tried_again(self, in_process: TestClient) -> None:
+        for path in ("/full", "/database-full"):
+            answer = in_process.get(path)
+            assert assert_envelope(answer, 507)["code"] == "disk_full"
+            assert answer.headers["x-should-retry"] == "false"
+        assert assert_envelope(in_process.get("/unreadable"), 500)["code"] == "internal_error"
 
     def test_a_database_out_of_reach_is_503_and_worth_another_try(self, in_process: TestClient) -> None:
         answer = in_process.get(JOBS, headers={"Authorization": "Bearer sk-any"})

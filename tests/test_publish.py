@@ -17,7 +17,7 @@ from tests.trainer import conftest as trainer_tests
 from tests.trainer.conftest import MakeWorkspace
 from worker import publish
 from worker.failures import JobFailed
-from worker.trainer.methods import Trainer
+from worker.trainer.trainers import Trainer
 from worker.trainer.verify import verify
 from worker.workspace import Result, Run, Workspace, read_json, write_json
 

@@ -173,3 +173,23 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def preference_rows(num_rows: int) -> list[dict[str, Any]]:
+    """Canonical rows with two answers, of unequal lengths: the short one is preferred."""
+    rows = []
+    for index, row in enumerate(chat_rows(num_rows)):
+        *prompt, answer = row["messages"]
+        rejected = {"role": "assistant", "content": f"Sydney, I am quite sure.{' Really.' * (index % 3)}"}
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": [rejected]})
+    return rows
+
+
+def labelled_rows(num_rows: int) -> list[dict[str, Any]]:
+    """Canonical rows with one answer, good and bad in turn."""
+    pairs = preference_rows(num_rows)
+    answers = [("chosen", True), ("rejected", False)]
+    return [
+        {"prompt": row["prompt"], "completion": row[answers[index % 2][0]], "label": answers[index % 2][1]}
+        for index, row in enumerate(pairs)
+    ]

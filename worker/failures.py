@@ -1,6 +1,7 @@
 """What went wrong in a trainer, from the files it and torch elastic leave behind."""
 
 import json
+from pathlib import Path
 
 from worker.heartbeat import Stopped
 from worker.workspace import Failure, Workspace, read_json
@@ -16,7 +17,7 @@ class JobFailed(Exception):
         self.param = param
 
 
-def failure_of(workspace: Workspace, what: str) -> Exception:
+def failure_of(workspace: Workspace) -> Exception:
     """The cause the trainer named, else the first failing rank's exception, else Stopped("crashed"): a process was killed."""
     if workspace.failure.exists():
         failure = Failure(**read_json(workspace.failure))
@@ -24,7 +25,13 @@ def failure_of(workspace: Workspace, what: str) -> Exception:
     cause = _first_rank_error(workspace)
     if cause is None:
         return Stopped("crashed")
-    return JobFailed("internal_error", f"{what}: {cause}. The log has the traceback.")
+    return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that says something: of a traceback, the exception."""
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "the log is empty"
 
 
 def _first_rank_error(workspace: Workspace) -> str | None:

@@ -36,22 +36,14 @@ def start_trainer(
         *("--log-dir", str(workspace.root / "torchelastic"), "--tee", "3"),
         *("-m", "worker.trainer.train", str(workspace.root)),
     ]
-    extra = {
-        "TORCHELASTIC_ERROR_FILE": str(workspace.error),
-        "TUNEYARD_DEQUANTIZED_CACHE": str(get_settings().dequantized_cache_dir),
-        "TUNEYARD_DEQUANTIZED_CACHE_GB": str(get_settings().dequantized_cache_gb),
-    }
-    if gpu_uuids:
-        extra["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
-    return _start(command, workspace, run, extra | secrets)
+    return _start(command, workspace, run, gpu_uuids, secrets)
 
 
 def start_verifier(
     workspace: Workspace, run: Run, export: Path, gpu_uuids: list[str], secrets: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start the reload of stored files in a fresh process."""
-    extra = {"CUDA_VISIBLE_DEVICES": ",".join(gpu_uuids)} if gpu_uuids else {}
-    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, extra | secrets)
+    return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, gpu_uuids, secrets)
 
 
 def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
@@ -71,7 +63,7 @@ def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
 
 def processes_of(run: Run) -> Iterator[psutil.Process]:
     """The living processes that carry the attempt's mark, this one excepted."""
-    mark = _mark(run)
+    mark = f"{run.job_id}.{run.attempt}"
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
@@ -80,12 +72,24 @@ def processes_of(run: Run) -> Iterator[psutil.Process]:
             continue
 
 
-def _start(command: list[str], workspace: Workspace, run: Run, extra: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str], secrets: dict[str, str]
+) -> subprocess.Popen[bytes]:
     # The trainer knows no service: no database URL and no key of ours reaches its environment.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TUNEYARD_")}
-    environment = inherited | {MARK: _mark(run), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | extra
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TUNEYARD_")}
     # One thread a rank unless the operator says otherwise: two in one process were at times ten times slower on 2 cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    environment |= {
+        MARK: f"{run.job_id}.{run.attempt}",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHELASTIC_ERROR_FILE": str(workspace.error),
+        "TUNEYARD_DEQUANTIZED_CACHE": str(get_settings().dequantized_cache_dir),
+        "TUNEYARD_DEQUANTIZED_CACHE_GB": str(get_settings().dequantized_cache_gb),
+    }
+    environment |= secrets
+    if gpu_uuids:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     with workspace.trainer_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -96,10 +100,6 @@ def _start(command: list[str], workspace: Workspace, run: Run, extra: dict[str, 
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-
-
-def _mark(run: Run) -> str:
-    return f"{run.job_id}.{run.attempt}"
 
 
 def _free_port() -> int:

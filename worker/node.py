@@ -6,9 +6,11 @@ import os
 import platform
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
+from sqlalchemy import RowMapping
 
 from app import db
 from app.config import get_settings
@@ -19,6 +21,8 @@ from worker import launch
 from worker.workspace import Run
 
 log = logging.getLogger(__name__)
+
+STOP_MARGIN_S = 15.0  # beyond the trainer's own grace: its last checkpoint is stored, the job queued again
 
 
 def node_name() -> str:
@@ -32,16 +36,15 @@ def start_reporting() -> None:
 
 
 def _report_for_ever() -> None:
-    registered = False
     pause = threading.Event()
+    registered = False
     while True:
         try:
-            if not registered:
-                with db.write() as session:
-                    nodes.register(session, describe())
-                registered = True
             with db.write() as session:
-                nodes.heartbeat(session, node_name())
+                registered = registered and nodes.heartbeat(session, node_name())
+                if not registered:
+                    nodes.register(session, describe())
+            registered = True
             report_dead_supervisors()
         except Exception:  # the database is away: go on reporting, it comes back
             log.warning("node report failed; trying again", exc_info=True)
@@ -50,17 +53,30 @@ def _report_for_ever() -> None:
 
 def report_dead_supervisors() -> None:
     """A death this node sees is not waited for: attempts whose supervisor is gone are given up at once."""
-    with db.read() as connection:
-        claimed = nodes.claimed_here(connection, node_name())
-    for placement in claimed:
+    for placement in _claimed_here():
         run = Run(placement["job_id"], placement["attempt"])
         if _is_supervisor(placement["supervisor_pid"], run.job_id):
             continue
-        launch.kill_attempt(run)
+        if not launch.kill_attempt(run, wait_s=2.0):
+            continue  # what survives SIGKILL still holds its GPU: look again at the next report
         with db.write() as session:
             if not attempts.lose(session, run.job_id, run.attempt, "The job's supervisor was lost"):
                 # The job has ended or moved on; only the slots were left.
                 nodes.release(session, run.job_id, run.attempt)
+
+
+def stop_supervisors() -> None:
+    """Let every job of this node save, requeue and stop, as where the machine or its container is about to go."""
+    running = [placement for placement in _claimed_here() if _is_supervisor(placement["supervisor_pid"], placement["job_id"])]
+    processes = [psutil.Process(placement["supervisor_pid"]) for placement in running]
+    for process in processes:
+        process.terminate()
+    psutil.wait_procs(processes, timeout=get_settings().stop_grace_s + STOP_MARGIN_S)
+
+
+def _claimed_here() -> Sequence[RowMapping]:
+    with db.read() as connection:
+        return nodes.claimed_here(connection, node_name())
 
 
 def describe() -> NodeReport:

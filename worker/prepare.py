@@ -34,7 +34,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
     _check_data(workspace, run, job)
-    _fetch_checkpoint(workspace, job)
+    _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
     told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
         attempts.tell(session, run.job_id, run.attempt, [told])
@@ -46,6 +46,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     try:
         with target.open("w", encoding="utf-8") as file:
             for count, row in enumerate(_rows_of(source, param, job), start=1):
+                _check_method(row, job, count, param)
                 file.write(dataset.canonical_line(row))
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
@@ -56,6 +57,13 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     if count == 0:
         raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
     return count
+
+
+def _check_method(row: dict[str, Any], job: Job, number: int, param: str) -> None:
+    try:
+        rows.check_method(row, job.spec["method"])
+    except rows.Unusable as error:
+        raise JobFailed("invalid_training_file", f"Row {number}: {error.message} ({error.code})", param) from error
 
 
 def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
@@ -74,7 +82,7 @@ def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
 
 def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
     if source.startswith("hf://"):
-        yield from _hub_rows(source)
+        yield from _hub_rows(source, param)
     elif source.startswith("file://"):
         path = sources.resolve_data_path(source, param)
         yield from (row.value for row in dataset.read_rows(path, path.name))
@@ -85,7 +93,7 @@ def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
             yield from (row.value for row in dataset.read_rows(stream, file.filename))
 
 
-def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
+def _hub_rows(source: str, param: str) -> Iterator[dict[str, Any]]:
     """Rows of `hf://datasets/OWNER/NAME?split=train&subset=...&revision=...`, streamed."""
     import datasets  # heavy, and only needed here
 
@@ -99,26 +107,32 @@ def _hub_rows(source: str) -> Iterator[dict[str, Any]]:
             revision=query.get("revision"),
             streaming=True,
         )
-        yield from _canonical(split)
+        yield from _canonical(split, param)
     except JobFailed:
         raise
     except Exception as error:  # whatever the Hub or the network answers, the user needs to see which data set it was
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", "training_file") from error
+        raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", param) from error
 
 
-def _canonical(split: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _canonical(split: Iterable[dict[str, Any]], param: str) -> Iterator[dict[str, Any]]:
     for number, row in zip(itertools.count(1), split, strict=False):
         try:
             yield rows.canonical(row)
         except rows.Unusable as error:
             where = f" at {error.path}" if error.path else ""
-            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", "training_file") from error
+            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", param) from error
 
 
-def _fetch_checkpoint(workspace: Workspace, job: Job) -> None:
-    """Copy the newest stored checkpoint into the workspace, where the trainer looks for it; a first attempt has none."""
+def _fetch_checkpoint(workspace: Workspace, job: Job, *, keep_best: bool) -> None:
+    """Copy the newest stored checkpoint into the workspace, where the trainer looks for it; a first attempt has none.
+
+    Where the best one is to be exported, it must be there too.
+    """
     with db.write() as session:
-        checkpoint = attempts.last_checkpoint(session, job.id)
-    if checkpoint is not None:
+        found = {attempts.last_checkpoint(session, job.id)}
+        if keep_best:
+            found.add(attempts.best_checkpoint(session, job.id))
+    for checkpoint in found - {None}:
+        assert checkpoint is not None
         storage.get_tree(checkpoint.storage_key, workspace.checkpoints / f"checkpoint-{checkpoint.step}")

@@ -6,6 +6,7 @@ A file's position moves on only after its lines are committed, so a database tha
 import json
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from app.jobs.events import NewEvent
 from app.jobs.tables import Job
 from app.models import naming
 from worker.redaction import Redactor
-from worker.workspace import Run, Workspace
+from worker.workspace import CHECKPOINT_MARKER, Run, Workspace
 
-# Uploading the log again costs its whole size, so not at every poll.
+# Uploading the log again costs its whole size: every 2 s while it is small, the more seldom the longer it is.
 LOG_UPLOAD_S = 2.0
+LOG_UPLOAD_BYTES_PER_S = 1 << 20
 _SPEED_WINDOW = 50
 
 
@@ -44,11 +46,14 @@ class LineFile:
 class Reporter:
     """Carries one attempt's lines into the database and its checkpoints and log into storage."""
 
-    def __init__(self, workspace: Workspace, run: Run, job: Job, keep: int, redactor: Redactor) -> None:
+    def __init__(
+        self, workspace: Workspace, run: Run, job: Job, keep: int, redactor: Redactor, *, keep_best: bool = False
+    ) -> None:
         self.workspace = workspace
         self.run = run
         self.model_id = naming.finished_name(job.model, job.suffix, job.id)
         self.keep = keep
+        self.keep_best = keep_best
         self.redactor = redactor
         self._log = LineFile(workspace.log)
         self._metrics = LineFile(workspace.metrics)
@@ -67,7 +72,8 @@ class Reporter:
         """Store the trainer's log where readers find it, if it has grown."""
         path = self.workspace.trainer_log
         uploaded_at, uploaded_bytes = self._uploaded_log
-        if not path.exists() or (not at_once and time.monotonic() - uploaded_at < LOG_UPLOAD_S):
+        pause = max(LOG_UPLOAD_S, uploaded_bytes / LOG_UPLOAD_BYTES_PER_S)
+        if not path.exists() or (not at_once and time.monotonic() - uploaded_at < pause):
             return
         size = path.stat().st_size
         if size != uploaded_bytes:
@@ -101,31 +107,32 @@ class Reporter:
     def _report_checkpoints(self) -> None:
         lines, position = self._checkpoints.peek()
         # Only what retention still keeps is worth storing, and the trainer may have deleted the rest already.
-        for line in lines[-self.keep :]:
+        for line in lines if self.keep_best else lines[-self.keep :]:
             self._store_checkpoint(line)
         self._checkpoints.position = position
 
     def _store_checkpoint(self, line: dict[str, Any]) -> None:
         folder = self.workspace.root / line["path"]
-        if not folder.is_dir():
-            return
         step, key = line["step"], f"{attempt_key(self.run)}/checkpoints/checkpoint-{line['step']}"
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                storage.put(path, f"{key}/{path.relative_to(folder)}")
+        if not _store_folder(folder, key):
+            storage.delete(key)  # the trainer, ahead of us, has deleted it to keep its number
+            return
         model_id = naming.checkpoint_name(self.model_id, step)
         with db.write() as session:
             held = attempts.record_checkpoint(session, self.run.job_id, self.run.attempt, step, line["metrics"], key, model_id)
-            dropped = attempts.forget_checkpoints(session, self.run.job_id, self.keep) if held else [key]
+            forget = partial(attempts.forget_checkpoints, session, self.run.job_id, self.keep, keep_best=self.keep_best)
+            dropped = forget() if held else [key]
         for old in dropped:
             storage.delete(old)
 
     def _step_record(self, line: dict[str, Any]) -> StepRecord:
         self._steps.append((line["at"], line["step"]))
+        # An evaluation has no speed of its own, and must not take away its step's.
+        speed = {} if line["tokens_per_second"] is None else {"tokens_per_second": line["tokens_per_second"]}
         return StepRecord(
             step=line["step"],
             total_steps=line["total_steps"],
-            values=line["values"] | {"epoch": line["epoch"], "tokens_per_second": line["tokens_per_second"]},
+            values=line["values"] | {"epoch": line["epoch"]} | speed,
             trained_tokens=line["trained_tokens"],
             tokens_per_second=line["tokens_per_second"],
             seconds_left=self._seconds_left(line["total_steps"]),
@@ -135,6 +142,17 @@ class Reporter:
         (first_at, first_step), (last_at, last_step) = self._steps[0], self._steps[-1]
         done = last_step - first_step
         return None if done <= 0 else (total_steps - last_step) * (last_at - first_at) / done
+
+
+def _store_folder(folder: Path, key: str) -> bool:
+    """Store a checkpoint's files; False where it vanished meanwhile. Its marker goes first when the trainer deletes it."""
+    try:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                storage.put(path, f"{key}/{path.relative_to(folder)}")
+    except FileNotFoundError:
+        return False
+    return (folder / CHECKPOINT_MARKER).exists()
 
 
 def attempt_key(run: Run) -> str:

@@ -6,6 +6,8 @@ It outlives the Celery worker that started it. The one place that decides how an
 when no process of the attempt is left.
 """
 
+import contextlib
+import errno
 import logging
 import os
 import signal
@@ -16,28 +18,32 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from app import db
 from app.config import get_settings
 from app.errors import NotFound
 from app.jobs import attempts
+from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
 from worker import launch, prepare, publish, tracking
-from worker.failures import JobFailed, failure_of
+from worker.failures import JobFailed, failure_of, last_line
 from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.redaction import Redactor
 from worker.reporter import Reporter
-from worker.workspace import Result, Run, StopRequest, Workspace, read_json, write_json
+from worker.workspace import Result, Run, Workspace, read_json
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+# What passes: the database, the file system, an object store (s3fs and gcsfs raise OSErrors).
+OUTAGES = (OperationalError, PoolTimeoutError, OSError)
 End = Callable[[Session], bool]
 
 
@@ -58,14 +64,13 @@ def supervise(run: Run, node_rank: int, workspace: Workspace) -> None:
     if placement is None:
         log.info("duplicate_delivery_ignored")
         return
-    with Heartbeat(run) as heartbeat:
+    with Heartbeat(run, workspace) as heartbeat:
         signal.signal(signal.SIGTERM, lambda *_: heartbeat.request_stop("shutdown"))
         end = _run_to_end(run, placement, workspace, heartbeat)
-        if not launch.kill_attempt(run):
+        while not launch.kill_attempt(run):
             log.error("processes of the attempt survive SIGKILL; their slots stay taken until they are gone")
-            while not launch.kill_attempt(run):
-                continue
-        _write_end(end)
+        heartbeat.stand_down()
+        _write_end(run, end)
 
 
 def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> End:
@@ -77,47 +82,51 @@ def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat:
         return _end_of_stop(run, stopped.reason)
     except JobFailed as error:
         return _failing(run, error)
+    except OUTAGES as error:
+        log.warning("database or storage went away", exc_info=True)
+        if _is_disk_full(error):
+            return _failing(
+                run, JobFailed("disk_full", "The node's disk or the storage is full: free space, then run the job again.")
+            )
+        return _losing(run, f"Database or storage failed ({type(error).__name__})")
     except Exception as error:
         log.exception("the supervisor failed")
-        return _failing(run, JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}."))
+        message = f"The service failed while it ran the job: {type(error).__name__}."
+        return _failing(run, JobFailed("internal_error", message))
 
 
 def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> attempts.Outcome:
     """Prepare the workspace, train, and hand over a proven artifact."""
     job = _load_job(run)
-    spec = TrainingSpec.model_validate(job.spec)
+    spec = TrainingSpec.stored(job.spec)
     heartbeat.limit_to(spec.resources.time_limit_s)
     prepare.prepare_workspace(workspace, run, job, spec, heartbeat)
     secrets = _secrets_of(job, spec)
     redactor = Redactor(secrets.values())
-    reporter = Reporter(workspace, run, job, spec.checkpoints.keep, redactor)
+    reporter = Reporter(workspace, run, job, spec.checkpoints.keep, redactor, keep_best=spec.evaluation.keep_best)
     heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids, secrets)
         _tolerating_outage(partial(tracking.start_all, run, job, workspace))
-        _follow(process, run, workspace, heartbeat, reporter)
+        _follow(process, run, heartbeat, reporter)
         result = _result_of(workspace)
+        _tell(run, "Training has finished: storing and verifying the result")
         return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat, secrets))
     except JobFailed as error:
         raise JobFailed(error.code, redactor.text(error.message), error.param) from None
     finally:
-        reporter.upload_log(at_once=True)
+        with contextlib.suppress(OSError):  # why the attempt ends matters more than its log
+            reporter.upload_log(at_once=True)
         if redactor:
             launch.kill_attempt(run)
             redactor.clean(workspace.root, "trainer.log", "std*.log", "*.json", "*.jsonl")
 
 
-def _follow(process: subprocess.Popen[bytes], run: Run, workspace: Workspace, heartbeat: Heartbeat, reporter: Reporter) -> None:
-    """Report lines and obey requests until the trainer has ended; Stopped where it was asked to end."""
-    kill_at = None
+def _follow(process: subprocess.Popen[bytes], run: Run, heartbeat: Heartbeat, reporter: Reporter) -> None:
+    """Report lines until the trainer has ended; Stopped where it was asked to end."""
     while process.poll() is None:
-        heartbeat.wait(POLL_S)
+        time.sleep(POLL_S)
         _tolerating_outage(reporter.poll)
-        if heartbeat.reason is not None and kill_at is None:
-            write_json(workspace.stop, StopRequest(heartbeat.reason))
-            kill_at = time.monotonic() + heartbeat.grace_s
-        if kill_at is not None and time.monotonic() > kill_at:
-            launch.kill_attempt(run)
     launch.kill_attempt(run)
     _tolerating_outage(reporter.poll)
     heartbeat.raise_if_stopped()
@@ -129,20 +138,27 @@ def _verify(
     """Reload the stored files in a fresh process, under the same requests as the training."""
     process = launch.start_verifier(workspace, run, export, placement.gpu_uuids, secrets)
     while process.poll() is None:
-        heartbeat.wait(POLL_S)
+        time.sleep(POLL_S)
         heartbeat.raise_if_stopped()
-    if process.returncode != 0:
-        raise failure_of(workspace, "The exported files could not be reloaded")
+    if process.returncode < 0:
+        raise Stopped("crashed")
+    if process.returncode > 0:
+        raise JobFailed("internal_error", f"The stored files could not be reloaded: {last_line(workspace.trainer_log)}.")
 
 
 def _result_of(workspace: Workspace) -> Result:
     """What the trainer wrote last; its absence is the failure."""
     if not workspace.result.exists():
-        raise failure_of(workspace, "Training failed")
+        raise failure_of(workspace)
     result = Result(**read_json(workspace.result))
     if result.outcome != "finished":
         raise Stopped("crashed")
     return result
+
+
+def _tell(run: Run, message: str) -> None:
+    with db.write() as session:
+        attempts.tell(session, run.job_id, run.attempt, [NewEvent(message)])
 
 
 def _load_job(run: Run) -> Job:
@@ -166,6 +182,9 @@ def _end_of_stop(run: Run, reason: Reason) -> End:
     match reason:
         case "cancel":
             return lambda session: attempts.cancel(session, run.job_id, run.attempt)
+        case "pause":
+            # Not paused outright: whoever cancelled meanwhile is served first.
+            return _losing(run, "The job was asked to pause", counts=False)
         case "time_limit":
             message = "The job reached spec.resources.time_limit_s: set a longer limit."
             return _failing(run, JobFailed("time_limit_exceeded", message, "spec.resources.time_limit_s"))
@@ -187,7 +206,7 @@ def _failing(run: Run, error: JobFailed) -> End:
     return lambda session: attempts.fail(session, run.job_id, run.attempt, error.code, error.message, error.param)
 
 
-def _write_end(end: End) -> None:
+def _write_end(run: Run, end: End) -> None:
     """Write the end, however long the database is away: the fence in it makes a late write harmless."""
     while True:
         try:
@@ -195,16 +214,27 @@ def _write_end(end: End) -> None:
                 if not end(session):
                     log.warning("the attempt no longer holds the job; nothing was written")
             return
-        except SQLAlchemyError:
+        except (OperationalError, PoolTimeoutError):
             log.warning("database unreachable; the end of the attempt waits", exc_info=True)
             time.sleep(get_settings().heartbeat_s)
+        except Exception:  # an end that can never be written must not hold the job for ever
+            log.exception("the end of the attempt could not be written")
+            end = _failing(run, JobFailed("internal_error", "The service could not record how the job ended."))
 
 
-def _tolerating_outage(poll: Callable[[], None]) -> None:
+def _tolerating_outage(action: Callable[[], None]) -> None:
+    """What cannot be reported now is reported later; only a full disk ends the attempt."""
     try:
-        poll()
-    except SQLAlchemyError:
-        log.warning("database unreachable; lines wait in the workspace", exc_info=True)
+        action()
+    except OUTAGES as error:
+        if _is_disk_full(error):
+            raise
+        log.warning("database or storage unreachable; lines wait in the workspace", exc_info=True)
+        time.sleep(get_settings().heartbeat_s)
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _detach(log_file: Path) -> None:

@@ -4,13 +4,12 @@ import subprocess
 import sys
 from typing import Any
 
-from celery.signals import worker_ready
+from celery.signals import worker_ready, worker_shutdown
 
-from app import db
-from app.jobs import attempts
+from app.config import get_settings
 from app.nodes import placement
 from app.queue import celery
-from worker import node
+from worker import node, ticker
 
 NODE_PREFIX = "node@"
 
@@ -28,17 +27,15 @@ def launch(job_id: str, attempt: int, node_rank: int) -> None:
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
-@celery.task(name="tick")
-def tick() -> None:
-    """Find what lost messages and lost workers left behind."""
-    with db.write() as session:
-        for job_id, attempt in attempts.expired(session):
-            attempts.lose(session, job_id, attempt, "The job's worker was lost")
-    placement.resend_lost_launches()
-    placement.place_all()
-
-
 @worker_ready.connect
-def _report(sender: Any, **_: Any) -> None:
+def _start_thread(sender: Any, **_: Any) -> None:
     if sender.hostname.startswith(NODE_PREFIX):
         node.start_reporting()
+    else:
+        ticker.start()
+
+
+@worker_shutdown.connect
+def _stop_jobs(sender: Any, **_: Any) -> None:
+    if sender.hostname.startswith(NODE_PREFIX) and get_settings().stop_jobs_with_node:
+        node.stop_supervisors()

@@ -28,6 +28,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+# In a checkpoint's folder once every rank has written its part and all of it is on the disk.
+CHECKPOINT_MARKER = "complete.json"
+
 
 @dataclass(frozen=True)
 class Workspace:

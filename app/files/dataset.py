@@ -3,8 +3,11 @@
     {"messages": [{"role", "content", "thinking"?, "tool_calls"?, "tool_call_id"?, "name"?, "weight"?}], "tools"?}
     {"prompt": str, "completion": str}
     {"text": str}
+    {"prompt", "chosen", "rejected"}: text, or lists of messages with `tools`?; for preferences
+    {"prompt", "completion", "label": bool}: the same; one answer, good or not
 
-ShareGPT's `conversations` and conversational prompt-completion rows become `messages`. Other columns are left out.
+ShareGPT's `conversations` and conversational prompt-completion rows become `messages`, OpenAI's `input` with
+`preferred_output` and `non_preferred_output` becomes `prompt`, `chosen` and `rejected`. Other columns are left out.
 """
 
 import hashlib

@@ -5,7 +5,20 @@ from typing import Any
 
 Message = dict[str, Any]
 
-FORMATS = "`messages`, `conversations`, `prompt` and `completion`, or `text`"
+FORMATS = (
+    "`messages`, `conversations`, `prompt` and `completion`, `text`, or for preferences `input` with `preferred_output` and "
+    "`non_preferred_output`, `prompt` with `chosen` and `rejected`, or `prompt`, `completion` and `label`"
+)
+METHOD_KINDS = {
+    "supervised": ("messages", "completion", "text"),
+    "cpt": ("text",),
+    "dpo": ("preference",),
+    "orpo": ("preference",),
+    "kto": ("label",),
+}
+"""Which kinds of rows a training method learns from."""
+PREFERRED = (("preferred_output", "non_preferred_output"), ("preferred_completion", "non_preferred_completion"))
+"""OpenAI's names of the two answers; the second pair is of its older specification."""
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = {"role", "content", "thinking", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "weight"}
@@ -28,6 +41,12 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
         return _chat(row["messages"], row.get("tools"), "messages")
     if "conversations" in row:
         return _chat(_from_sharegpt(row), row.get("tools"), "conversations")
+    if "input" in row:
+        return _openai_preference(row)
+    if "chosen" in row and "rejected" in row:
+        return _preference(row)
+    if "prompt" in row and "completion" in row and "label" in row:
+        return _labelled(row)
     if "prompt" in row and "completion" in row:
         return _prompt_completion(row["prompt"], row["completion"], row.get("tools"))
     if "text" in row:
@@ -36,9 +55,25 @@ def canonical(row: dict[str, Any]) -> dict[str, Any]:
     raise Unusable("unknown_row_format", f"A row needs {FORMATS}; this one holds {keys}.")
 
 
+def prompt(messages: list[dict[str, Any]], path: str) -> list[Message]:
+    """A chat to be answered, in canonical form; Unusable where a template could not print it."""
+    if not messages:
+        raise Unusable("no_messages", "A prompt needs at least one message.", path)
+    return [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
+
+
 def kind(row: dict[str, Any]) -> str:
     """Which of the canonical forms a row has."""
-    return next(key for key in ("messages", "prompt", "text") if key in row)
+    kinds = {"messages": "messages", "chosen": "preference", "label": "label", "completion": "completion", "text": "text"}
+    return next(kind for key, kind in kinds.items() if key in row)
+
+
+def check_method(row: dict[str, Any], method: str) -> None:
+    """Unusable where a method cannot learn from rows of this kind."""
+    allowed = METHOD_KINDS[method]
+    if kind(row) not in allowed:
+        wanted = " or ".join(f"`{name}`" for name in allowed)
+        raise Unusable("wrong_row_format", f"Method {method} learns from {wanted} rows; this is a `{kind(row)}` row.")
 
 
 def _chat(messages: Any, tools: Any, path: str) -> dict[str, Any]:
@@ -46,11 +81,15 @@ def _chat(messages: Any, tools: Any, path: str) -> dict[str, Any]:
         raise Unusable("no_messages", f"`{path}` must be a list of at least one message.", path)
     cleaned = [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
     _check_turns(cleaned, path)
+    return {"messages": cleaned} | _tools(tools)
+
+
+def _tools(tools: Any) -> dict[str, Any]:
     if tools is None or tools == []:
-        return {"messages": cleaned}
+        return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Unusable("invalid_tools", "`tools` must be a list of objects.", "tools")
-    return {"messages": cleaned, "tools": tools}
+    return {"tools": tools}
 
 
 def _check_turns(messages: list[Message], path: str) -> None:
@@ -169,6 +208,75 @@ def _sharegpt_turn(turn: Any, path: str) -> Message:
         raise Unusable("unknown_role", text, f"{path}.from")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **rest}
+
+
+def _openai_preference(row: dict[str, Any]) -> dict[str, Any]:
+    given = row["input"]
+    if not isinstance(given, dict) or "messages" not in given:
+        raise Unusable("invalid_preference", "`input` must be an object with `messages`.", "input")
+    names = next((pair for pair in PREFERRED if all(name in row for name in pair)), None)
+    if names is None:
+        raise Unusable("invalid_preference", "`preferred_output` and `non_preferred_output` must stand beside `input`.")
+    chat = {"prompt": given["messages"], "chosen": row[names[0]], "rejected": row[names[1]], "tools": given.get("tools")}
+    return _conversational_preference(chat, {"prompt": "input.messages", "chosen": names[0], "rejected": names[1]})
+
+
+def _preference(row: dict[str, Any]) -> dict[str, Any]:
+    row = row if "prompt" in row else _with_shared_prompt(row)
+    if isinstance(row["prompt"], list):
+        return _conversational_preference(row, {name: name for name in ("prompt", "chosen", "rejected")})
+    chosen, rejected = _filled_text(row["chosen"], "chosen"), _filled_text(row["rejected"], "rejected")
+    return {"prompt": _string(row["prompt"], "prompt"), "chosen": chosen, "rejected": _unlike(chosen, rejected, "rejected")}
+
+
+def _with_shared_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """TRL's rows without a prompt: two whole chats that are the same up to their answers."""
+    chats = [row["chosen"], row["rejected"]]
+    if not all(isinstance(chat, list) and len(chat) > 1 for chat in chats) or row["chosen"][:-1] != row["rejected"][:-1]:
+        text = "Without `prompt`, `chosen` and `rejected` must be chats that differ only in their last message."
+        raise Unusable("invalid_preference", text, "prompt")
+    return {**row, "prompt": row["chosen"][:-1], "chosen": row["chosen"][-1:], "rejected": row["rejected"][-1:]}
+
+
+def _conversational_preference(row: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
+    prompt = _context(row["prompt"], paths["prompt"])
+    chosen, rejected = (_answer(row[name], paths[name]) for name in ("chosen", "rejected"))
+    value = {"prompt": prompt, "chosen": chosen, "rejected": _unlike(chosen, rejected, paths["rejected"])}
+    return value | _tools(row.get("tools"))
+
+
+def _labelled(row: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(row["label"], bool):
+        raise Unusable("invalid_label", "`label` must be true (a good answer) or false.", "label")
+    if isinstance(row["prompt"], list):
+        value = {"prompt": _context(row["prompt"], "prompt"), "completion": _answer(row["completion"], "completion")}
+        return value | {"label": row["label"]} | _tools(row.get("tools"))
+    completion = _filled_text(row["completion"], "completion")
+    return {"prompt": _string(row["prompt"], "prompt"), "completion": completion, "label": row["label"]}
+
+
+def _context(messages: Any, path: str) -> list[Message]:
+    """What an answer answers: its own answers of the assistant carry no loss."""
+    if not isinstance(messages, list) or not messages:
+        raise Unusable("no_messages", f"`{path}` must be a list of at least one message.", path)
+    cleaned = [_message(message, f"{path}[{index}]") for index, message in enumerate(messages)]
+    return [message | {"weight": 0} if _is_answer(message) else message for message in cleaned]
+
+
+def _answer(messages: Any, path: str) -> list[Message]:
+    if not isinstance(messages, list) or len(messages) != 1:
+        raise Unusable("invalid_preference", f"`{path}` must be a list of one message, the assistant's.", path)
+    message = _message(messages[0], f"{path}[0]")
+    if message["role"] != "assistant":
+        text = f"The answer is the {message['role']}'s, not the assistant's."
+        raise Unusable("last_turn_not_assistant", text, f"{path}[0].role")
+    return [message]
+
+
+def _unlike(chosen: Any, rejected: Any, path: str) -> Any:
+    if chosen == rejected:
+        raise Unusable("equal_answers", "Both answers are the same: there is nothing to prefer.", path)
+    return rejected
 
 
 def _prompt_completion(prompt: Any, completion: Any, tools: Any) -> dict[str, Any]:

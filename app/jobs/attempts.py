@@ -4,20 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from app.config import get_settings
 from app.db import now
 from app.ids import new_id
-from app.jobs import events
+from app.jobs import events, figures
 from app.jobs.events import NewEvent
 from app.jobs.status import Status, switch_status
 from app.jobs.tables import Artifact, Checkpoint, Job, Metrics
 from app.models import service as models
 from app.nodes import service as nodes
-
-STARTED = "The job is running"
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class Lease:
     """The answer to a renewal: what the user has asked for meanwhile, and how long the job has run, all attempts together."""
 
     cancel_requested: bool
+    pause_requested: bool
     run_seconds: float
 
 
@@ -82,14 +81,28 @@ def explain_wait(session: Session, job: Job, reason: str) -> None:
 
 def begin(session: Session, job_id: str) -> int:
     """The number of a new attempt; whatever an older one still writes is refused from now on."""
-    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, wait_reason=None).returning(Job.attempt)
+    numbered = (
+        update(Job)
+        .where(Job.id == job_id)
+        .values(attempt=Job.attempt + 1, wait_reason="A node is starting the job.")
+        .returning(Job.attempt)
+    )
     return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
+
+
+def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
+    """No supervisor came: free the slots, and let the job wait for other ones."""
+    told = NewEvent("The node did not start the job: it waits for another placement", level="warn", data={"attempt": attempt})
+    guards = (Job.attempt == attempt, Job.status == Status.QUEUED)
+    # The number moves on, so that a supervisor that comes too late finds nothing to take up.
+    if events.append(session, job_id, [told], *guards, attempt=Job.attempt + 1, wait_reason=told.message):
+        nodes.release(session, job_id, attempt)
 
 
 def start(session: Session, job_id: str, attempt: int) -> bool:
     """The attempt has a supervisor: the job runs, under a lease."""
     guards = (Job.status == Status.QUEUED, Job.attempt == attempt)
-    told = NewEvent(STARTED, data={"attempt": attempt})
+    told = NewEvent("The job is running", data={"attempt": attempt})
     times = {
         "started_at": func.coalesce(Job.started_at, now()),
         "lease_expires_at": _lease_end(),
@@ -104,11 +117,11 @@ def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Le
         update(Job)
         .where(*_held(job_id, attempt))
         .values(lease_expires_at=_lease_end(), run_seconds=Job.run_seconds + ran_s)
-        .returning(Job.cancel_requested_at, Job.run_seconds)
+        .returning(Job.cancel_requested_at, Job.pause_requested_at, Job.run_seconds)
         .execution_options(synchronize_session=False)
     )
     row = session.execute(renewed).one_or_none()
-    return None if row is None else Lease(cancel_requested=row[0] is not None, run_seconds=row[1])
+    return None if row is None else Lease(row[0] is not None, row[1] is not None, row[2])
 
 
 def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) -> bool:
@@ -128,7 +141,7 @@ def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[
         "step": last.step,
         "total_steps": last.total_steps,
         "trained_tokens": last.trained_tokens,
-        "tokens_per_second": last.tokens_per_second,
+        "tokens_per_second": func.coalesce(last.tokens_per_second, Job.tokens_per_second),
         "estimated_finish": None if last.seconds_left is None else now() + last.seconds_left,
     }
     told = [NewEvent(_step_message(record), type="metrics", data=_step_data(record)) for record in records]
@@ -173,10 +186,11 @@ def record_checkpoint(
     return True
 
 
-def forget_checkpoints(session: Session, job_id: str, keep: int) -> list[str]:
-    """Drop all but the newest `keep` checkpoints; the storage keys that are now to be deleted."""
+def forget_checkpoints(session: Session, job_id: str, keep: int, *, keep_best: bool = False) -> list[str]:
+    """Drop all but the newest `keep` checkpoints, and the best one if asked; the storage keys that are now to be deleted."""
     ordered = select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc())
-    dropped = session.scalars(ordered.offset(keep)).all()
+    best = best_checkpoint(session, job_id) if keep_best else None
+    dropped = [checkpoint for checkpoint in session.scalars(ordered.offset(keep)) if checkpoint is not best]
     for checkpoint in dropped:
         session.delete(checkpoint)
     return [checkpoint.storage_key for checkpoint in dropped]
@@ -185,6 +199,13 @@ def forget_checkpoints(session: Session, job_id: str, keep: int) -> list[str]:
 def last_checkpoint(session: Session, job_id: str) -> Checkpoint | None:
     """The newest stored checkpoint, from which another attempt goes on."""
     return session.scalar(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step.desc()).limit(1))
+
+
+def best_checkpoint(session: Session, job_id: str) -> Checkpoint | None:
+    """The stored checkpoint of the lowest `eval_loss`: of equal ones the first, as later ones may repeat its figure."""
+    stored = session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step))
+    measured = [checkpoint for checkpoint in stored if checkpoint.metrics.get("eval_loss") is not None]
+    return min(measured, key=lambda checkpoint: float(checkpoint.metrics["eval_loss"]), default=None)
 
 
 def get_running(session: Session, job_id: str, attempt: int) -> Job | None:
@@ -217,21 +238,28 @@ def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bo
         fine_tuned_model=outcome.model_id,
         trained_tokens=outcome.trained_tokens,
         result_files=[outcome.result_file] if outcome.result_file else [],
-        answers=outcome.answers,
-        estimated_finish=None,
+        answers=events.storable(outcome.answers),  # a model may well say NUL
     )
 
 
 def fail(session: Session, job_id: str, attempt: int, code: str, message: str, param: str | None = None) -> bool:
     """End the job with the cause."""
-    error = {"code": code, "message": message, "param": param}
+    error = events.storable({"code": code, "message": message, "param": param})
     told = NewEvent(f"The job failed: {message}", level="error", data={"error": error})
-    return _end(session, job_id, attempt, Status.FAILED, told, error=error, estimated_finish=None)
+    return _end(session, job_id, attempt, Status.FAILED, told, error=error)
 
 
 def cancel(session: Session, job_id: str, attempt: int) -> bool:
     """End a job whose user asked for it; its processes are gone."""
-    return _end(session, job_id, attempt, Status.CANCELLED, NewEvent("Fine-tuning job cancelled"), estimated_finish=None)
+    return _end(session, job_id, attempt, Status.CANCELLED, NewEvent("Fine-tuning job cancelled"))
+
+
+def pause(session: Session, job_id: str, attempt: int) -> bool:
+    """Give the job's slots back, as its user asked; it goes on from its last checkpoint when they say so."""
+    told = NewEvent("Fine-tuning job paused")
+    # A pause is no failed try.
+    changes = {"pause_requested_at": None, "num_starts": Job.num_starts - 1}
+    return _leave(session, job_id, attempt, Status.PAUSED, told, **changes)
 
 
 def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True) -> bool:
@@ -244,37 +272,34 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
         return False
     if job.cancel_requested_at is not None:
         return cancel(session, job_id, attempt)
+    if job.pause_requested_at is not None:
+        return pause(session, job_id, attempt)
     limit = get_settings().max_attempts
     if counts and job.num_starts >= limit:
         return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
     told = NewEvent(f"{why}: the job is queued again", level="warn", data={"attempt": attempt})
     starts = Job.num_starts if counts else Job.num_starts - 1
-    nodes.release(session, job_id, attempt)
-    return switch_status(
-        session,
-        job_id,
-        Status.QUEUED,
-        told,
-        *_held(job_id, attempt),
-        lease_expires_at=None,
-        estimated_finish=None,
-        num_starts=starts,
-    )
+    return _leave(session, job_id, attempt, Status.QUEUED, told, num_starts=starts)
 
 
-def expired(session: Session) -> Sequence[tuple[str, int]]:
+def expired(connection: Connection) -> Sequence[tuple[str, int]]:
     """Running jobs whose lease has ended: (job id, attempt)."""
-    late = select(Job.id, Job.attempt).where(Job.status == Status.RUNNING, Job.lease_expires_at < now())
-    return [(job_id, attempt) for job_id, attempt in session.execute(late)]
+    late = select(Job.id, Job.attempt).where(Job.status == Status.RUNNING, Job.lease_expires_at < now()).order_by(Job.id)
+    return [(job_id, attempt) for job_id, attempt in connection.execute(late)]
 
 
 def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
-    ended = switch_status(
-        session, job_id, to, told, *_held(job_id, attempt), finished_at=now(), lease_expires_at=None, **values
+    return _leave(session, job_id, attempt, to, told, finished_at=now(), **values)
+
+
+def _leave(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
+    """The attempt is over: the job moves on and the slots are free, in one transaction."""
+    left = switch_status(
+        session, job_id, to, told, *_held(job_id, attempt), lease_expires_at=None, estimated_finish=None, **values
     )
-    if ended:
+    if left:
         nodes.release(session, job_id, attempt)
-    return ended
+    return left
 
 
 def _held(job_id: str, attempt: int) -> tuple[ColumnElement[bool], ...]:
@@ -288,16 +313,11 @@ def _lease_end() -> ColumnElement[float]:
 
 def _step_message(record: StepRecord) -> str:
     shown = {"loss": "training loss", "eval_loss": "validation loss"}
-    figures = [f"{shown[name]}={value:.4f}" for name, value in record.values.items() if name in shown and value is not None]
-    return f"Step {record.step}/{record.total_steps}: {', '.join(figures) or 'no loss'}"
+    told = [f"{shown[name]}={value:.4f}" for name, value in record.values.items() if name in shown and value is not None]
+    return f"Step {record.step}/{record.total_steps}: {', '.join(told) or 'no loss'}"
 
 
 def _step_data(record: StepRecord) -> dict[str, Any]:
-    openais = {
-        "train_loss": record.values.get("loss"),
-        "train_mean_token_accuracy": record.values.get("mean_token_accuracy"),
-        "valid_loss": record.values.get("eval_loss"),
-        "valid_mean_token_accuracy": record.values.get("eval_mean_token_accuracy"),
-    }
+    openais = {figures.OPENAI_NAMES[name]: value for name, value in record.values.items() if name in figures.OPENAI_NAMES}
     known = {name: value for name, value in openais.items() if value is not None}
     return {"step": record.step, "total_steps": record.total_steps} | known | {"tokens_per_second": record.tokens_per_second}

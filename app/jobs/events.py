@@ -45,6 +45,17 @@ def _row(job_id: str, seq: int, event: NewEvent) -> dict[str, Any]:
         "id": new_id("ftevent-"),
         "level": event.level,
         "type": event.type,
-        "message": event.message,
-        "data": event.data,
+        "message": storable(event.message),
+        "data": storable(event.data),
     }
+
+
+def storable(value: Any) -> Any:
+    """The same with what no database can hold replaced: NUL characters and halves of surrogate pairs."""
+    if isinstance(value, dict):
+        return {storable(key): storable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [storable(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode().replace("\x00", "\ufffd")
+    return value

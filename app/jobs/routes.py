@@ -71,6 +71,22 @@ def cancel_job(job_id: str, project_id: ProjectId) -> JobOut:
         return JobOut.of(queries.get_job(connection, project_id, job_id))
 
 
+@router.post("/{job_id}/pause", summary="Pause a job")
+def pause_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """A queued job is held back at once; a running one saves and stops, and says `pausing` until it has."""
+    service.pause_job(project_id, job_id)
+    with db.read() as connection:
+        return JobOut.of(queries.get_job(connection, project_id, job_id))
+
+
+@router.post("/{job_id}/resume", summary="Resume a paused job")
+def resume_job(job_id: str, project_id: ProjectId) -> JobOut:
+    """The job is queued again and goes on from its last checkpoint."""
+    service.resume_job(project_id, job_id)
+    with db.read() as connection:
+        return JobOut.of(queries.get_job(connection, project_id, job_id))
+
+
 @router.post("/{job_id}/rerun", summary="Run an ended job again")
 def rerun_job(job_id: str, project_id: ProjectId) -> JobOut:
     """A new job with the same spec, seed and rows: on the same hardware it gives the same losses."""

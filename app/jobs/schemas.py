@@ -4,25 +4,28 @@ import math
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from sqlalchemy import Row
 
 from app.config import get_settings
+from app.jobs.figures import in_openais_words
 from app.jobs.spec import SecretName, TrainingSpec
-from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
+from app.recipes import service as recipes
 from app.schemas import RequestModel
 
 MAX_METADATA_PAIRS, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_DEPTH = 64  # a tool's JSON schema in a prompt is the deepest thing anybody sends
-CHECKPOINT_METRICS = {
-    "loss": "train_loss",
-    "mean_token_accuracy": "train_mean_token_accuracy",
-    "eval_loss": "valid_loss",
-    "eval_mean_token_accuracy": "valid_mean_token_accuracy",
-}
-"""Our names of figures -> OpenAI's."""
 
 
 def _auto_is_absent(value: Any) -> Any:
@@ -66,17 +69,43 @@ class Hyperparameters(RequestModel):
     learning_rate_multiplier: AutoFloat = Field(default=None, gt=0, le=1000, description="Factor on the default learning rate.")
 
 
+class DpoHyperparameters(Hyperparameters):
+    """OpenAI's three, and DPO's own."""
+
+    beta: AutoFloat = Field(default=None, gt=0, le=2, description="How strongly the model is held to the base, to 2.")
+
+
 class Supervised(RequestModel):
     """Settings of supervised fine-tuning."""
 
     hyperparameters: Hyperparameters = Hyperparameters()
 
 
-class MethodRequest(RequestModel):
-    """How the model is trained."""
+class Dpo(RequestModel):
+    """Settings of direct preference optimization."""
 
-    type: Literal["supervised"] = Field(default="supervised", description="Only `supervised` so far.")
-    supervised: Supervised = Supervised()
+    hyperparameters: DpoHyperparameters = DpoHyperparameters()
+
+
+class MethodRequest(RequestModel):
+    """How the model is trained. A type without its block has the defaults."""
+
+    type: Literal["supervised", "dpo"] = Field(
+        default="supervised", description="`supervised` or `dpo`; `spec.method` has more (`kto`, `orpo`, `cpt`)."
+    )
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+
+    @property
+    def blocks(self) -> list[str]:
+        """Which methods the request has settings of."""
+        return [name for name in ("supervised", "dpo") if getattr(self, name) is not None]
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The hyperparameters of the method's own block."""
+        block: Supervised | Dpo | None = self.dpo if self.type == "dpo" else self.supervised
+        return block.hyperparameters if block is not None else Hyperparameters()
 
 
 class WandbRequest(RequestModel):
@@ -123,11 +152,27 @@ IntegrationRequest = Annotated[MlflowIntegration | WandbIntegration, Field(discr
 
 
 class SpecRequest(TrainingSpec):
-    """Any part of the training spec; what is left out gets its default."""
+    """Any part of the training spec; what is left out gets the recipe's value, or its default."""
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _on_recipe(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, dict):
+            return handler(value)
+        spec = handler(_on_its_recipe(value))
+        spec._given = value
+        return spec
 
     @property
     def given(self) -> dict[str, Any]:
-        """Only what the request says, for merging with OpenAI's own fields."""
+        """Only what the request itself says."""
+        return self._given
+
+    @property
+    def with_recipe(self) -> dict[str, Any]:
+        """What the request or its recipe says, for merging with OpenAI's own fields."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -141,9 +186,11 @@ class JobCreate(RequestModel):
         description="File id, `hf://datasets/OWNER/NAME?split=train`, or `file://` below a root an operator allowed.",
     )
     validation_file: str | None = Field(default=None, min_length=1, max_length=1024, description="The same, for evaluation.")
-    method: MethodRequest = MethodRequest()
+    method: MethodRequest | None = None
     hyperparameters: Hyperparameters = Field(
-        default=Hyperparameters(), deprecated=True, description="Use `method.supervised.hyperparameters`."
+        default=Hyperparameters(),
+        json_schema_extra={"deprecated": True},  # pydantic's own flag would warn us at every look at it
+        description="Use `method.supervised.hyperparameters`.",
     )
     suffix: Annotated[str, AfterValidator(_valid_suffix)] | None = Field(
         default=None, min_length=1, max_length=64, description="Part of the new model's name."
@@ -151,7 +198,7 @@ class JobCreate(RequestModel):
     seed: int | None = Field(default=None, ge=0, le=2_147_483_647, description="Default: one is drawn, and shown in the job.")
     metadata: Metadata | None = Field(default=None, description="Up to 16 pairs of text, for searching.")
     integrations: list[IntegrationRequest] = Field(default=[], max_length=5)
-    spec: SpecRequest = Field(default=SpecRequest(), description="Everything OpenAI's fields cannot say.")
+    spec: SpecRequest = Field(default_factory=SpecRequest, description="Everything OpenAI's fields cannot say.")
 
     @model_validator(mode="before")
     @classmethod
@@ -161,19 +208,21 @@ class JobCreate(RequestModel):
 
     @model_validator(mode="after")
     def _check_hyperparameters(self) -> Self:
-        old, new = self.hyperparameters, self.method.supervised.hyperparameters
+        if self.method is None:
+            return self
+        old, new = self.hyperparameters, self.method.hyperparameters
         for name in Hyperparameters.model_fields:
             values = {getattr(old, name), getattr(new, name)} - {None}
             if len(values) > 1:
-                text = f"differs from method.supervised.hyperparameters.{name}: give it only there"
+                text = f"differs from method.{self.method.type}.hyperparameters.{name}: give it only there"
                 raise PydanticCustomError("ambiguous", text, {"param": f"hyperparameters.{name}"})
         return self
 
     @property
-    def supervised(self) -> Hyperparameters:
+    def given_hyperparameters(self) -> dict[str, Any]:
         """The hyperparameters, wherever they stand: old code sends them at the top level."""
-        given = self.hyperparameters.model_dump(exclude_none=True)
-        return Hyperparameters(**given | self.method.supervised.hyperparameters.model_dump(exclude_none=True))
+        old = self.hyperparameters.model_dump(exclude_none=True)
+        return old | (self.method.hyperparameters.model_dump(exclude_none=True) if self.method else {})
 
 
 class JobError(BaseModel):
@@ -199,8 +248,7 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`,
-    `cancel_requested_at`, `rerun_of`, `tracking`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `rerun_of`, `tracking`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -228,7 +276,6 @@ class JobOut(BaseModel):
     queue: Queue | None
     attempt: int
     started_at: int | None
-    cancel_requested_at: int | None
     rerun_of: str | None
     tracking: list[Any]
 
@@ -240,12 +287,12 @@ class JobOut(BaseModel):
             error=job.error and JobError.model_validate(job.error),
             fine_tuned_model=job.fine_tuned_model,
             finished_at=_seconds(job.finished_at),
-            hyperparameters=job.method.get("supervised", {}).get("hyperparameters", {}),
+            hyperparameters=job.method.get(job.method["type"], {}).get("hyperparameters", {}),
             model=job.model,
             organization_id=get_settings().organization_id,
             result_files=job.result_files,
             seed=job.seed,
-            status=wire_status(job.status, job.cancel_requested_at),
+            status=wire_status(job.status, job.cancel_requested_at, job.pause_requested_at),
             trained_tokens=job.trained_tokens,
             training_file=job.training_file,
             validation_file=job.validation_file,
@@ -254,13 +301,12 @@ class JobOut(BaseModel):
             metadata=job.job_metadata,
             method=job.method,
             suffix=job.suffix,
-            spec=job.spec,  # validated here: a spec of an older version shows today's defaults
+            spec=TrainingSpec.stored(job.spec),
             progress=Progress(step=job.step, total_steps=job.total_steps, tokens_per_second=job.tokens_per_second),
             answers=job.answers,
             queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
-            cancel_requested_at=_seconds(job.cancel_requested_at),
             rerun_of=job.rerun_of,
             tracking=job.tracking or [],
         )
@@ -304,7 +350,7 @@ class CheckpointOut(BaseModel):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint | Row[Any]) -> Self:
-        figures = {CHECKPOINT_METRICS.get(name, name): value for name, value in checkpoint.metrics.items()}
+        figures = in_openais_words(checkpoint.metrics)
         return cls(
             id=checkpoint.id,
             created_at=int(checkpoint.created_at),
@@ -340,9 +386,13 @@ class MetricsOut(BaseModel):
     columns: dict[str, list[float | None]]
 
 
-def wire_status(status: str, cancel_requested_at: float | None) -> str:
+def wire_status(status: str, cancel_requested_at: float | None, pause_requested_at: float | None) -> str:
     """A job that was asked to stop says so until it has."""
-    return "cancelling" if cancel_requested_at is not None and status not in TERMINAL else status
+    if status != "running":
+        return status
+    if cancel_requested_at is not None:
+        return "cancelling"
+    return "pausing" if pause_requested_at is not None else status
 
 
 def refuse_unstorable(value: Any, path: str = "", depth: int = 0) -> None:
@@ -364,6 +414,17 @@ def refuse_unstorable(value: Any, path: str = "", depth: int = 0) -> None:
 
 def _is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _on_its_recipe(value: dict[str, Any]) -> dict[str, Any]:
+    name = value.get("recipe")
+    if not isinstance(name, str):
+        return value
+    recipe = recipes.find(name)
+    if recipe is None:
+        text = f"there is no recipe '{name[:64]}'. Choose one of: {recipes.choices()}"
+        raise PydanticCustomError("unknown_recipe", "{text}", {"text": text, "param": "spec.recipe"})
+    return recipes.laid_over(recipe, value)
 
 
 def _without_nulls(value: Any) -> Any:

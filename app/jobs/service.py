@@ -1,10 +1,11 @@
-"""Jobs as users see them: create, cancel, look up. Here the API's words become a TrainingSpec."""
+"""Jobs as users see them: create, cancel, pause, resume. Here the API's words become a TrainingSpec."""
 
 import secrets
 import time
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -12,21 +13,23 @@ from app import db, queue
 from app.config import get_settings
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
+from app.files import rows
 from app.ids import new_id
 from app.jobs import events, sources
 from app.jobs.events import NewEvent
 from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
-from app.jobs.spec import FULL_LEARNING_RATE, LORA_LEARNING_RATE, TrainingSpec
+from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
 from app.nodes import service as nodes
+from app.recipes import service as recipes
 from app.secrets import service as secrets_of_projects
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
-# OpenAI's cancel answers `cancelled`. A running job needs a heartbeat and the rest of its step for that; most are done in 5 s.
-CANCEL_PATIENCE_S = 5.0
-CANCEL_POLL_S = 0.1
+# OpenAI answers `cancelled` and `paused`. A running job needs a heartbeat and the rest of its step for that; 5 s do for most.
+STOP_PATIENCE_S = 5.0
+STOP_POLL_S = 0.1
 
 
 def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
@@ -72,27 +75,64 @@ def cancel_job(project_id: str, job_id: str) -> None:
     Raises NotFound, and Conflict for a job that ended otherwise. Again on a cancelled job: nothing changes.
     """
     with db.write() as session:
-        status = _request_cancel(session, project_id, job_id)
-    deadline = time.monotonic() + CANCEL_PATIENCE_S
-    while status not in TERMINAL and time.monotonic() < deadline:
-        time.sleep(CANCEL_POLL_S)
-        with db.read() as connection:
-            status = connection.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "cancelled", allowed=Status.CANCELLED)
+        if job.status in (Status.QUEUED, Status.PAUSED):
+            told = NewEvent("Fine-tuning job cancelled")
+            switch_status(session, job_id, Status.CANCELLED, told, Job.status == job.status, finished_at=now())
+            nodes.release(session, job_id, job.attempt)
+        elif job.status == Status.RUNNING and job.cancel_requested_at is None:
+            events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
+    _wait_while_running(job_id)
 
 
-def _request_cancel(session: Session, project_id: str, job_id: str) -> str:
-    job = get_job(session, project_id, job_id)
-    if job.status == Status.QUEUED:
-        told = NewEvent("Fine-tuning job cancelled")
-        switch_status(session, job_id, Status.CANCELLED, told, Job.status == Status.QUEUED, finished_at=now())
-        nodes.release(session, job_id, job.attempt)
-        return Status.CANCELLED
-    if job.status in TERMINAL - {Status.CANCELLED}:
-        message = f"Job {job_id} has already {job.status}: only a queued or running job can be cancelled."
-        raise Conflict(message, code="job_ended")
-    if job.status == Status.RUNNING and job.cancel_requested_at is None:
-        events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
-    return job.status
+def pause_job(project_id: str, job_id: str) -> None:
+    """Hold a waiting job back; let a running one save and stop. It keeps no slots until it is resumed.
+
+    Raises NotFound, and Conflict for a job that has ended. Again on a paused job: nothing changes.
+    """
+    with db.write() as session:
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "paused")
+        if job.status == Status.QUEUED:
+            switch_status(session, job_id, Status.PAUSED, NewEvent("Fine-tuning job paused"), Job.status == Status.QUEUED)
+            nodes.release(session, job_id, job.attempt)
+        elif job.status == Status.RUNNING and job.pause_requested_at is None:
+            events.append(session, job_id, [NewEvent("Pausing: the job saves and stops")], pause_requested_at=now())
+    _wait_while_running(job_id)
+
+
+def resume_job(project_id: str, job_id: str) -> None:
+    """Queue a paused job again; it goes on from its last checkpoint. On a job that waits or runs: nothing changes.
+
+    Raises NotFound, and Conflict for a job that has ended or is still pausing.
+    """
+    with db.write() as session:
+        job = get_job(session, project_id, job_id)
+        _refuse_ended(job, "resumed")
+        if job.status == Status.RUNNING and job.pause_requested_at is not None:
+            raise Conflict(f"Job {job_id} is still pausing: resume it once it is paused.", code="job_pausing")
+        if job.status == Status.PAUSED:
+            switch_status(session, job_id, Status.QUEUED, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
+            queue.send_after_commit(session, "place")
+
+
+def _refuse_ended(job: Job, what: str, *, allowed: Status | None = None) -> None:
+    if job.status in TERMINAL and job.status != allowed:
+        raise Conflict(f"Job {job.id} has already {job.status}: it cannot be {what} any more.", code="job_ended")
+
+
+def _wait_while_running(job_id: str) -> None:
+    """Until the supervisor has stopped the job, or patience ends."""
+    deadline = time.monotonic() + STOP_PATIENCE_S
+    while _status(job_id) == Status.RUNNING and time.monotonic() < deadline:
+        time.sleep(STOP_POLL_S)
+
+
+def _status(job_id: str) -> str:
+    with db.read() as connection:
+        status: str = connection.execute(select(Job.status).where(Job.id == job_id)).scalar_one()
+    return status
 
 
 def get_job(session: Session, project_id: str, job_id: str) -> Job:
@@ -105,28 +145,23 @@ def get_job(session: Session, project_id: str, job_id: str) -> Job:
 
 def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     """The request as a complete spec: `spec` as given, OpenAI's fields laid over it, automatic values chosen."""
-    requested = body.spec.given
-    given = body.supervised.model_dump(exclude_none=True)
-    training = dict(requested.get("training", {}))
-    base_rate = FULL_LEARNING_RATE if body.spec.adapter.type == "full" else LORA_LEARNING_RATE
-    if (epochs := given.get("n_epochs")) is not None:
-        _refuse_both(training, "num_train_epochs", "n_epochs")
-        _refuse_both(training, "max_steps", "n_epochs")
-        training["num_train_epochs"] = float(epochs)
-    if (multiplier := given.get("learning_rate_multiplier")) is not None:
-        if training.get("learning_rate", base_rate) != base_rate:
-            _refuse_both(training, "learning_rate", "learning_rate_multiplier")
-        training["learning_rate"] = base_rate * multiplier
-    if (batch_size := given.get("batch_size")) is not None:
-        _refuse_both(training, "gradient_accumulation_steps", "batch_size")
-        training |= _split_batch(int(batch_size), body.spec.world_size, training.get("per_device_train_batch_size"))
-    model = dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)}
+    requested = body.spec.with_recipe
     resources = dict(requested.get("resources", {})) | {"accelerator": check_resources(session, body.spec)}
-    seed = body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31))
     # Templates that print the day must print the same one in every attempt.
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
-    resolved = requested | {"training": training, "model": model, "resources": resources, "data": data, "seed": seed}
-    return TrainingSpec.model_validate(resolved)
+    resolved = requested | {
+        "method": _choose_method(body),
+        "training": _training(body),
+        "preference": _preference(body),
+        "model": dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)},
+        "resources": resources,
+        "data": data,
+        "evaluation": dict(requested.get("evaluation", {})) | {"prompts": _prompts(body.spec)},
+        "seed": body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31)),
+    }
+    spec = _validated(resolved)
+    _refuse_what_cannot_run(spec, body)
+    return spec
 
 
 def _check_integrations(session: Session, project_id: str, integrations: list[IntegrationRequest]) -> None:
@@ -143,14 +178,111 @@ def _check_integrations(session: Session, project_id: str, integrations: list[In
 
 
 def hyperparameters(spec: TrainingSpec) -> dict[str, Any]:
-    """OpenAI's three numbers, as they stand after resolution."""
-    base_rate = FULL_LEARNING_RATE if spec.adapter.type == "full" else LORA_LEARNING_RATE
+    """OpenAI's numbers, as they stand after resolution."""
     epochs = spec.training.num_train_epochs
-    return {
+    shown = {
         "n_epochs": int(epochs) if epochs == int(epochs) else epochs,
         "batch_size": spec.global_batch_size,
-        "learning_rate_multiplier": round(spec.training.learning_rate / base_rate, 10),
+        "learning_rate_multiplier": round(spec.training.learning_rate / _base_rate(spec.method, spec), 10),
     }
+    return shown | ({"beta": spec.preference.beta} if spec.method in PREFERENCE_METHODS else {})
+
+
+def _choose_method(body: JobCreate) -> str:
+    """OpenAI's `method`, or `spec.method` for what OpenAI does not have."""
+    asked, method = body.spec.given.get("method"), body.method
+    if method is None:
+        return body.spec.method
+    if wrong := [name for name in method.blocks if name != method.type]:
+        raise InvalidRequest(
+            f"method.type is '{method.type}': leave the block `{wrong[0]}` out.",
+            code="invalid_hyperparameters",
+            param=f"method.{wrong[0]}",
+        )
+    if asked is not None and asked != method.type:
+        raise InvalidRequest(
+            f"spec.method is '{asked}' and method.type is '{method.type}': give only one of them.",
+            code="invalid_hyperparameters",
+            param="spec.method",
+        )
+    return method.type
+
+
+def _training(body: JobCreate) -> dict[str, Any]:
+    """The section `training` with OpenAI's hyperparameters in it."""
+    given, chosen = body.given_hyperparameters, dict(body.spec.with_recipe.get("training", {}))
+    said: dict[str, Any] = body.spec.given.get("training") or {}
+    method = _choose_method(body)
+    base_rate = _base_rate(method, body.spec)
+    if "learning_rate" not in said:
+        chosen["learning_rate"] = base_rate
+    if (epochs := given.get("n_epochs")) is not None:
+        _refuse_both(said, "num_train_epochs", "n_epochs")
+        _refuse_both(said, "max_steps", "n_epochs")
+        chosen["num_train_epochs"] = float(epochs)
+    if (multiplier := given.get("learning_rate_multiplier")) is not None:
+        _refuse_both(said, "learning_rate", "learning_rate_multiplier")
+        chosen["learning_rate"] = base_rate * multiplier
+    if (batch_size := given.get("batch_size")) is not None:
+        _refuse_both(said, "gradient_accumulation_steps", "batch_size")
+        param = f"method.{method}.hyperparameters.batch_size"
+        chosen |= _split_batch(int(batch_size), body.spec.world_size, said.get("per_device_train_batch_size"), param)
+    return chosen
+
+
+def _base_rate(method: str, spec: TrainingSpec) -> float:
+    """What a learning rate multiplier multiplies: the recipe's learning rate, else the default of method and adapter."""
+    recipe = recipes.find(spec.recipe or "")
+    rate = recipe.spec.get("training", {}).get("learning_rate") if recipe else None
+    return float(rate) if rate is not None else default_learning_rate(method, spec.adapter.type)
+
+
+def _preference(body: JobCreate) -> dict[str, Any]:
+    """The section `preference` with OpenAI's beta in it."""
+    section, beta = dict(body.spec.with_recipe.get("preference", {})), body.given_hyperparameters.get("beta")
+    if beta is None:
+        return section
+    if "beta" in (body.spec.given.get("preference") or {}):
+        raise InvalidRequest(
+            "method.dpo.hyperparameters.beta and spec.preference.beta say the same thing: set one of them.",
+            code="invalid_hyperparameters",
+            param="spec.preference.beta",
+        )
+    return section | {"beta": beta}
+
+
+def _validated(resolved: dict[str, Any]) -> TrainingSpec:
+    """What does not go together shows only when OpenAI's fields, the recipe and the spec are one."""
+    try:
+        return TrainingSpec.model_validate(resolved)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(["spec", *(str(part) for part in fault["loc"])])
+        message = fault["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"`{where}`: {message}.", code="invalid_hyperparameters", param=where) from error
+
+
+def _refuse_what_cannot_run(spec: TrainingSpec, body: JobCreate) -> None:
+    """Settings that are fine by themselves, and not on this node or with this data."""
+    if spec.adapter.type == "qlora" and spec.resources.accelerator == "cpu":
+        raise InvalidRequest(
+            "QLoRA needs a GPU (bitsandbytes): set spec.adapter.type to 'lora'.", code="gpu_required", param="spec.adapter.type"
+        )
+    compared = spec.evaluation.keep_best or spec.evaluation.early_stopping is not None
+    if compared and body.validation_file is None:
+        name = "keep_best" if spec.evaluation.keep_best else "early_stopping"
+        raise InvalidRequest(
+            f"spec.evaluation.{name} compares losses on a validation file: give `validation_file`.", param="validation_file"
+        )
+
+
+def _prompts(spec: TrainingSpec) -> list[list[rows.Message]]:
+    """The prompts as every chat template can print them: a bad one would be met only after hours of training."""
+    try:
+        given = enumerate(spec.evaluation.prompts)
+        return [rows.prompt(messages, f"spec.evaluation.prompts[{index}]") for index, messages in given]
+    except rows.Unusable as error:
+        raise InvalidRequest(error.message, code=error.code, param=error.path) from error
 
 
 def check_resources(session: Session, spec: TrainingSpec) -> str:
@@ -179,7 +311,7 @@ def check_resources(session: Session, spec: TrainingSpec) -> str:
     return accelerator
 
 
-def _split_batch(batch_size: int, world_size: int, micro_batch: int | None) -> dict[str, int]:
+def _split_batch(batch_size: int, world_size: int, micro_batch: int | None, param: str) -> dict[str, int]:
     """Rows per step -> rows per forward pass and passes per step, the same on every rank."""
     per_rank, rest = divmod(batch_size, world_size)
     if rest or per_rank == 0 or (micro_batch is not None and per_rank % micro_batch):
@@ -187,7 +319,7 @@ def _split_batch(batch_size: int, world_size: int, micro_batch: int | None) -> d
         raise InvalidRequest(
             f"batch_size {batch_size} does not divide over the ranks: set it to a multiple of {unit}.",
             code="invalid_hyperparameters",
-            param="method.supervised.hyperparameters.batch_size",
+            param=param,
         )
     chosen = micro_batch or next(n for n in range(LARGEST_AUTO_MICRO_BATCH, 0, -1) if per_rank % n == 0)
     return {"per_device_train_batch_size": chosen, "gradient_accumulation_steps": per_rank // chosen}

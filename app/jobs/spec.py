@@ -5,12 +5,22 @@ resolved form from its directory. Names are Hugging Face's where Hugging Face ha
 trainer can use it without the service.
 """
 
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-LORA_LEARNING_RATE = 2e-4
-FULL_LEARNING_RATE = 2e-5
+Method = Literal["supervised", "dpo", "kto", "orpo", "cpt"]
+PREFERENCE_METHODS = {"dpo", "kto", "orpo"}
+# Usual starting points. Preference methods move weights that already answer well, and need far less.
+LORA_LEARNING_RATE, FULL_LEARNING_RATE = 2e-4, 2e-5
+LORA_PREFERENCE_RATE, FULL_PREFERENCE_RATE = 1e-5, 1e-6
+
+
+def _real_day(value: str) -> str:
+    date.fromisoformat(value)
+    return value
+
 
 ChatMessage = dict[str, Any]
 Positive = Annotated[int, Field(ge=1)]
@@ -56,8 +66,10 @@ class ModelSection(Section):
 class AdapterSection(Section):
     """What is trained: a low-rank adapter (Hu et al. 2021, arXiv:2106.09685) or all weights."""
 
-    type: Literal["lora", "full"] = Field(
-        default="lora", description="`lora` trains a small adapter in a fraction of the memory; `full` trains every weight."
+    type: Literal["lora", "qlora", "full"] = Field(
+        default="lora",
+        description="`lora` trains a small adapter in a fraction of the memory; `qlora` does so on a base in 4 bits "
+        "(bitsandbytes, GPU only); `full` trains every weight.",
     )
     r: int = Field(default=16, ge=1, le=1024, description="Rank of the adapter.")
     alpha: int = Field(default=32, ge=1, le=4096, description="Scale: the adapter's output is multiplied by alpha / r.")
@@ -76,9 +88,21 @@ class AdapterSection(Section):
     rank_pattern: dict[str, Positive] = Field(
         default={}, description="A rank of its own for some modules or parameters: name ending -> rank."
     )
+    low_rank_experts: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Adapted experts: compute with the two factors instead of a second copy of the weights; the numbers are "
+        "the same. `auto`: on CPU, where it is proven; on GPUs only when asked.",
+    )
+
+    @property
+    def is_full(self) -> bool:
+        """Every weight is trained, and there is no adapter."""
+        return self.type == "full"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.target_parameters and self.type == "qlora":
+            raise ValueError("parameters in 4 bits cannot be adapted: set adapter.type to lora, or leave target_parameters out")
         if self.target_parameters and self.dropout > 0:
             raise ValueError("dropout must be 0 when target_parameters are adapted: set adapter.dropout to 0")
         if not self.target_modules and not self.target_parameters:
@@ -90,10 +114,10 @@ class DataSection(Section):
     """How rows become tokens."""
 
     max_length: int = Field(default=2048, ge=8, le=1_048_576, description="Longest row in tokens.")
-    on_long_rows: Literal["refuse", "skip", "truncate"] = Field(
+    on_long_rows: Literal["refuse", "skip", "truncate", "split"] = Field(
         default="truncate",
-        description="A row over max_length: refuse the data set, skip the row (counted), or cut its end (counted). "
-        "A row whose cut leaves nothing to learn is always refused or skipped.",
+        description="A row over max_length: refuse the data set, skip the row (counted), cut its end (counted), or split plain "
+        "text into several rows (the default of `cpt`). A row whose cut leaves nothing to learn is always refused.",
     )
     packing: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -111,7 +135,7 @@ class DataSection(Section):
     chat_template: str | None = Field(
         default=None, max_length=131_072, description="Jinja chat template to train with. Default: the base model's."
     )
-    template_date: str | None = Field(
+    template_date: Annotated[str, AfterValidator(_real_day)] | None = Field(
         default=None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
         description="The day that chat templates print (gpt-oss does), so that a resumed or repeated run sees the same rows. "
@@ -126,7 +150,8 @@ class TrainingSection(Section):
         default=LORA_LEARNING_RATE,
         gt=0.0,
         le=1.0,
-        description="Peak learning rate. Default 2e-4 for LoRA, 2e-5 for full weights: the usual starting points.",
+        description="Peak learning rate. Default 2e-4 for LoRA, 2e-5 for full weights; with `dpo`, `kto` and `orpo` 1e-5 and "
+        "1e-6.",
     )
     lr_scheduler_type: Literal["linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"] = Field(
         default="cosine", description="How the learning rate falls after the warm-up."
@@ -164,6 +189,26 @@ class TrainingSection(Section):
         return self
 
 
+class PreferenceSection(Section):
+    """Settings of `dpo`, `kto` and `orpo`."""
+
+    beta: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=2.0,
+        description="`dpo`, `kto`: how strongly the model is held to the reference, the model before training. "
+        "`orpo`: weight of the odds ratio.",
+    )
+    desirable_weight: float = Field(default=1.0, gt=0.0, le=100.0, description="`kto`: weight of rows with label true.")
+    undesirable_weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=100.0,
+        description="`kto`: weight of rows with label false. With fewer of one kind, raise its weight until both "
+        "sums are alike.",
+    )
+
+
 class ParallelismSection(Section):
     """How the run is spread over processes."""
 
@@ -174,6 +219,13 @@ class ParallelismSection(Section):
     nproc_per_node: int = Field(default=1, ge=1, le=64, description="Ranks per node; on GPU nodes one GPU each.")
 
 
+class EarlyStopping(Section):
+    """Stop a run that no longer gets better on the validation file."""
+
+    patience: int = Field(default=3, ge=1, le=1000, description="Evaluations in a row without a new best before the run stops.")
+    min_delta: float = Field(default=0.0, ge=0.0, le=1000.0, description="A new best is lower than the last by more than this.")
+
+
 class EvaluationSection(Section):
     """What is measured beside the training loss."""
 
@@ -182,6 +234,14 @@ class EvaluationSection(Section):
         ge=1,
         le=10_000_000,
         description="Steps between evaluations on the validation file. Default: once per epoch.",
+    )
+    early_stopping: EarlyStopping | None = Field(
+        default=None, description="Stop when `eval_loss` stops falling: `{}` for the defaults. Needs a validation file."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Keep the checkpoint of the lowest `eval_loss`, and export it instead of the last. Needs a validation "
+        "file.",
     )
     per_device_eval_batch_size: int = Field(default=4, ge=1, le=1024, description="Rows per rank and evaluation pass.")
     prompts: list[list[ChatMessage]] = Field(
@@ -225,12 +285,22 @@ class ResourcesSection(Section):
 class TrainingSpec(Section):
     """Everything a run depends on. In a request every field is optional; in a job every field is filled in."""
 
-    method: Literal["supervised"] = Field(default="supervised", description="Training method. Taken from the job's `method`.")
+    recipe: str | None = Field(
+        default=None,
+        max_length=128,
+        description="A preset of `GET /v1/recipes`, whose values stand where the request gives none.",
+    )
+    method: Method = Field(
+        default="supervised",
+        description="`supervised`; `dpo`, `kto`, `orpo`: preferences; `cpt`: continued pretraining on plain text. The job's "
+        "`method` says the same for those that OpenAI has.",
+    )
     seed: int = Field(default=42, ge=0, le=2_147_483_647, description="Seed of data order, dropout and adapter weights.")
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    preference: PreferenceSection = PreferenceSection()
     parallelism: ParallelismSection = ParallelismSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
@@ -245,14 +315,37 @@ class TrainingSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_learning_rate(cls, value: Any) -> Any:
-        """Full weights start from a lower learning rate than an adapter."""
+    def _defaults_of_the_method(cls, value: Any) -> Any:
+        """Where a default depends on the method or the adapter, it is written out."""
         if not isinstance(value, dict):
             return value
-        adapter, training = value.get("adapter"), value.get("training") or {}
-        if isinstance(adapter, dict) and adapter.get("type") == "full" and isinstance(training, dict):
-            return value | {"training": {"learning_rate": FULL_LEARNING_RATE} | training}
-        return value
+        adapter, method = value.get("adapter"), value.get("method") or "supervised"
+        kind = adapter.get("type") if isinstance(adapter, dict) else None
+        value = _with_default(value, "training", "learning_rate", default_learning_rate(method, kind))
+        return _with_default(value, "data", "on_long_rows", "split") if method == "cpt" else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.method == "kto" and self.training.per_device_train_batch_size < 2:
+            raise ValueError("kto compares the rows of a batch: set training.per_device_train_batch_size to 2 or more")
+        if self.adapter.type == "qlora" and self.parallelism.strategy == "fsdp2":
+            raise ValueError("a base in 4 bits is not sharded: set parallelism.strategy to ddp, or adapter.type to lora")
+        if self.adapter.type == "qlora" and self.export.merged:
+            raise ValueError("an adapter is not merged into 4 bits: set export.merged to false")
+        if self.method in PREFERENCE_METHODS and self.data.loss_on == "all":
+            raise ValueError(f"{self.method} learns from answers only: leave data.loss_on at assistant")
+        if self.method == "orpo" and self.training.router_aux_loss_coef > 0:
+            raise ValueError("orpo has no router loss: set training.router_aux_loss_coef to 0")
+        if self.method in PREFERENCE_METHODS and self.data.packing == "on":
+            raise ValueError(f"{self.method} does not pack rows: set data.packing to auto or off")
+        if self.method in PREFERENCE_METHODS and self.data.on_long_rows == "split":
+            raise ValueError("only plain text can be split: set data.on_long_rows to truncate, skip or refuse")
+        return self
+
+    @classmethod
+    def stored(cls, value: dict[str, Any]) -> Self:
+        """A spec from a job's row: fields of another version are passed over, as they were checked when the job was created."""
+        return cls.model_validate(value, extra="ignore")
 
     @property
     def world_size(self) -> int:
@@ -268,3 +361,15 @@ class TrainingSpec(Section):
     def slots_per_node(self) -> int:
         """What the job takes of each node: one GPU per rank, or one CPU slot."""
         return self.parallelism.nproc_per_node if self.resources.accelerator == "gpu" else 1
+
+
+def default_learning_rate(method: str, adapter: str | None) -> float:
+    """The starting point where nobody gives a learning rate."""
+    if method in PREFERENCE_METHODS:
+        return FULL_PREFERENCE_RATE if adapter == "full" else LORA_PREFERENCE_RATE
+    return FULL_LEARNING_RATE if adapter == "full" else LORA_LEARNING_RATE
+
+
+def _with_default(value: dict[str, Any], section: str, name: str, default: Any) -> dict[str, Any]:
+    given = value.get(section) or {}
+    return value | {section: {name: default} | given} if isinstance(given, dict) else value

@@ -48,6 +48,7 @@ class Job(Base):
     """Attempts that count against `max_attempts`: those a supervisor took up and the service did not stop itself."""
     lease_expires_at: Mapped[float | None]
     cancel_requested_at: Mapped[float | None]
+    pause_requested_at: Mapped[float | None]
     run_seconds: Mapped[float] = mapped_column(default=0.0)
     last_seq: Mapped[int] = mapped_column(default=0)
     """`seq` of the newest event."""

@@ -7,6 +7,7 @@ is looked at again by the next tick.
 import logging
 from collections.abc import Sequence
 
+from pydantic import ValidationError
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
@@ -16,7 +17,6 @@ from app.db import now
 from app.jobs import attempts
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
-from app.nodes import service as nodes
 from app.nodes.tables import Node, Placement
 
 log = logging.getLogger(__name__)
@@ -26,26 +26,29 @@ RESEND_EVERY_S = 10.0
 
 
 def place_all() -> int:
-    """Place waiting jobs until none fits; how many were placed."""
-    placed = 0
-    while _place_next():
-        placed += 1
-    return placed
-
-
-def _place_next() -> bool:
+    """Place every waiting job that fits, in the order they are served; how many were placed."""
     with db.write() as session:
-        for job_id in attempts.waiting(session):
+        waiting = attempts.waiting(session)
+    return sum(_try_place(job_id) for job_id in waiting)
+
+
+def _try_place(job_id: str) -> bool:
+    """A transaction per job: one that cannot be read keeps nobody else waiting, and no lock is held for long."""
+    try:
+        with db.write() as session:
             job = attempts.lock_waiting(session, job_id)
             if job is None:
-                continue
-            spec = TrainingSpec.model_validate(job.spec)
+                return False
+            spec = TrainingSpec.stored(job.spec)
             chosen = _fitting_nodes(session, spec)
-            if chosen:
-                _place(session, job, spec, chosen)
-                return True
-            attempts.explain_wait(session, job, _why_not(session, spec))
-    return False
+            if not chosen:
+                attempts.explain_wait(session, job, _why_not(session, spec))
+                return False
+            _place(session, job, spec, chosen)
+            return True
+    except ValidationError:
+        log.exception("job %s has a spec that this version cannot read", job_id)
+        return False
 
 
 def _fitting_nodes(session: Session, spec: TrainingSpec) -> Sequence[Node]:
@@ -98,16 +101,17 @@ def _place(session: Session, job: Job, spec: TrainingSpec, chosen: Sequence[Node
 
 def resend_lost_launches() -> None:
     """Wake the nodes of placements nobody has claimed; give back those unclaimed for a whole lease."""
+    age = (now() - Placement.placed_at).label("age")
+    unclaimed = select(Placement.job_id, Placement.attempt, Placement.node_rank, Placement.node_id, age)
     with db.write() as session:
-        age = (now() - Placement.placed_at).label("age")
-        for placement, seconds in session.execute(select(Placement, age).where(Placement.state == "placed")).all():
-            if seconds > get_settings().lease_s:
-                nodes.release(session, placement.job_id, placement.attempt)
-            elif seconds > RESEND_EVERY_S and seconds % RESEND_EVERY_S < queue.TICK_S:
-                target = queue.node_queue(placement.node_id)
-                queue.send_after_commit(
-                    session, "launch", placement.job_id, placement.attempt, placement.node_rank, queue=target
-                )
+        found = session.execute(unclaimed.where(Placement.state == "placed")).all()
+        for job_id, attempt, node_rank, node_id, seconds in found:
+            if RESEND_EVERY_S < seconds <= get_settings().lease_s and seconds % RESEND_EVERY_S < queue.TICK_S:
+                queue.send_after_commit(session, "launch", job_id, attempt, node_rank, queue=queue.node_queue(node_id))
+    for job_id, attempt, *_, seconds in found:
+        if seconds > get_settings().lease_s:
+            with db.write() as session:
+                attempts.give_back_unclaimed(session, job_id, attempt)
 
 
 def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | None:
@@ -125,8 +129,11 @@ def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | No
         .execution_options(synchronize_session=False)
     )
     with db.write() as session:
-        # The job's row is locked first, here as in every other transaction, so that none waits for another in a circle.
-        return session.scalar(taken) if attempts.start(session, job_id, attempt) else None
+        # A job's row is locked before its placements and nodes, here as elsewhere, so that none waits for another in a circle.
+        placement = session.scalar(taken) if attempts.start(session, job_id, attempt) else None
+        if placement is None:
+            session.rollback()  # a placement that was given back must not leave a job that runs nowhere
+        return placement
 
 
 def _free_gpus(session: Session, node: Node) -> list[str]:

@@ -46,13 +46,14 @@ def register(session: Session, report: NodeReport) -> None:
     queue.send_after_commit(session, "place")
 
 
-def heartbeat(session: Session, name: str) -> None:
-    """The node is alive."""
-    session.execute(update(Node).where(Node.id == name).values(heartbeat_at=now()))
+def heartbeat(session: Session, name: str) -> bool:
+    """The node is alive; False where it is not registered, as after a restored backup."""
+    alive = update(Node).where(Node.id == name).values(heartbeat_at=now()).returning(Node.id)
+    return session.execute(alive.execution_options(synchronize_session=False)).one_or_none() is not None
 
 
 def list_nodes(connection: Connection) -> Sequence[RowMapping]:
-    """Every node, with `state` ready or lost by the age of its heartbeat."""
+    """Every node, with `is_fresh` by the age of its heartbeat."""
     fresh = Node.heartbeat_at > now() - get_settings().node_timeout_s
     return connection.execute(select(Node.__table__, fresh.label("is_fresh")).order_by(Node.id)).mappings().all()
 

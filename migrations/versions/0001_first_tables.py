@@ -86,6 +86,7 @@ def upgrade() -> None:
         sa.Column("num_starts", sa.Integer(), nullable=False),
         sa.Column("lease_expires_at", sa.Double(), nullable=True),
         sa.Column("cancel_requested_at", sa.Double(), nullable=True),
+        sa.Column("pause_requested_at", sa.Double(), nullable=True),
         sa.Column("run_seconds", sa.Double(), nullable=False),
         sa.Column("last_seq", sa.Integer(), nullable=False),
         sa.Column("step", sa.Integer(), nullable=True),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from app.files import dataset, parsing
+from app.files.rows import Unusable, check_method
 from tests.conftest import CASES
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
@@ -245,3 +246,66 @@ class TestArrays:
 
     def test_an_empty_array_holds_no_rows(self) -> None:
         assert only_problem(b"[ ]").code == "dataset_empty"
+
+
+class TestPreferences:
+    def test_openais_rows_become_a_prompt_with_two_answers(self) -> None:
+        row = {
+            "input": {"messages": [USER]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [ANSWER | {"content": "No."}],
+        }
+        assert rows(row) == [{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]}]
+
+    def test_the_older_names_and_tools_are_read_too(self) -> None:
+        tool = {"type": "function", "function": {"name": "f"}}
+        given = {"messages": [USER], "tools": [tool]}
+        row = {"input": given, "preferred_completion": [ANSWER], "non_preferred_completion": [ANSWER | {"content": "No."}]}
+        (read,) = rows(row)
+        assert (read["chosen"], read["tools"]) == ([ANSWER], [tool])
+
+    def test_two_whole_chats_share_all_but_their_answer(self) -> None:
+        row = {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "No."}]}
+        assert rows(row)[0]["prompt"] == [USER]
+
+    def test_earlier_answers_of_the_prompt_carry_no_loss(self) -> None:
+        row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER], "label": False}
+        assert rows(row) == [{"prompt": [USER, ANSWER | {"weight": 0}, USER], "completion": [ANSWER], "label": False}]
+
+    @pytest.mark.parametrize(
+        ("row", "code"),
+        [
+            ({"input": {"messages": [USER]}, "preferred_output": [ANSWER]}, "invalid_preference"),
+            ({"input": [USER], "preferred_output": [ANSWER], "non_preferred_output": [ANSWER]}, "invalid_preference"),
+            ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "equal_answers"),
+            ({"prompt": "a", "chosen": "b", "rejected": "b"}, "equal_answers"),
+            ({"prompt": "a", "chosen": "b", "rejected": " "}, "empty_text"),
+            ({"prompt": [USER], "chosen": [USER], "rejected": [ANSWER]}, "last_turn_not_assistant"),
+            ({"prompt": [USER], "chosen": [ANSWER, ANSWER], "rejected": [ANSWER]}, "invalid_preference"),
+            ({"chosen": [USER, ANSWER], "rejected": [ANSWER, ANSWER]}, "invalid_preference"),
+            ({"prompt": "a", "completion": "b", "label": 1}, "invalid_label"),
+            ({"prompt": "a", "completion": "", "label": True}, "empty_text"),
+        ],
+    )
+    def test_a_row_that_prefers_nothing_is_refused(self, row: dict[str, Any], code: str) -> None:
+        assert only_problem(json.dumps(row).encode()).code == code
+
+    @pytest.mark.parametrize(
+        ("method", "row", "is_learned"),
+        [
+            ("supervised", CHAT, True),
+            ("dpo", CHAT, False),
+            ("cpt", {"text": "a"}, True),
+            ("cpt", CHAT, False),
+            ("orpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, True),
+            ("kto", {"prompt": "a", "completion": "b", "label": True}, True),
+            ("supervised", {"prompt": "a", "completion": "b", "label": True}, False),
+        ],
+    )
+    def test_a_method_learns_from_its_own_kind_of_rows(self, method: str, row: dict[str, Any], is_learned: bool) -> None:
+        (value,) = rows(row)
+        if is_learned:
+            check_method(value, method)
+        else:
+            with pytest.raises(Unusable, match=method):
+                check_method(value, method)

@@ -68,8 +68,10 @@ class TestCreateJob:
             ({"spec": {"adapter": {"r": 0}}}, "spec.adapter.r", "greater than or equal to 1"),
             ({"spec": {"adapter": {"target_modules": 5}}}, "spec.adapter.target_modules", "valid list"),
             ({"spec": {"training": {"learning_rate": "fast"}}}, "spec.training.learning_rate", "valid number"),
-            ({"method": {"type": "dpo"}}, "method.type", "supervised"),
-            ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "Unknown field"),
+            ({"method": {"type": "reinforcement"}}, "method.type", "supervised"),
+            ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}}, "method.dpo.hyperparameters.beta", "2"),
+            ({"spec": {"recipe": "nope"}}, "spec.recipe", "dpo-lora"),
+            ({"spec": {"method": "kto", "training": {"per_device_train_batch_size": 1}}}, "spec", "2 or more"),
             (
                 {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 51}}}},
                 "method.supervised.hyperparameters.n_epochs",
@@ -81,6 +83,7 @@ class TestCreateJob:
                 "only there",
             ),
             ({"hyperparameters": {"batch_size": "big"}}, "hyperparameters.batch_size", "integer"),
+            ({"spec": {"data": {"template_date": "2026-02-30"}}}, "spec.data.template_date", "day"),
             ({"suffix": "x" * 65}, "suffix", "64"),
             ({"suffix": "a:b"}, "suffix", "letters"),
             ({"seed": -1}, "seed", "0"),
@@ -109,6 +112,91 @@ class TestCreateJob:
         assert answer.status_code == 422
         assert error["param"] == param
         assert words in error["message"]
+
+    @pytest.mark.parametrize(
+        ("prompt", "place"),
+        [
+            ([], ""),
+            ([{"role": "user"}], "[0].content"),
+            ([{"role": "user", "content": 5}], "[0].content"),
+            ([{"role": "system", "content": "Be brief."}, {"role": "wizard", "content": "Hi"}], "[1].role"),
+        ],
+    )
+    def test_a_prompt_no_template_can_print_is_refused(
+        self, http: httpx2.Client, training_file: str, prompt: list[dict[str, Any]], place: str
+    ) -> None:
+        spec = {"evaluation": {"prompts": [[{"role": "user", "content": "Hi"}], prompt]}}
+        answer = http.post(JOBS, json={"model": MODEL, "training_file": training_file, "spec": spec})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "spec.evaluation.prompts[1]" + place
+
+    @pytest.mark.parametrize(
+        ("body", "param", "words"),
+        [
+            ({"method": {"type": "dpo", "dpo": {}, "supervised": {}}}, "method.supervised", "leave"),
+            ({"method": {"type": "supervised", "dpo": {}}}, "method.dpo", "leave"),
+            ({"method": {"type": "dpo"}, "spec": {"method": "kto"}}, "spec.method", "only one"),
+            ({"spec": {"adapter": {"type": "qlora"}, "resources": {"accelerator": "cpu"}}}, "spec.adapter.type", "GPU"),
+            ({"spec": {"evaluation": {"keep_best": True}}}, "validation_file", "keep_best"),
+            ({"spec": {"evaluation": {"early_stopping": {}}}}, "validation_file", "early_stopping"),
+            (
+                {
+                    "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}},
+                    "spec": {"preference": {"beta": 0.3}},
+                },
+                "spec.preference.beta",
+                "one of them",
+            ),
+        ],
+    )
+    def test_what_does_not_go_together_is_named(
+        self, http: httpx2.Client, training_file: str, body: dict[str, Any], param: str, words: str
+    ) -> None:
+        answer = http.post(JOBS, json={"model": MODEL, "training_file": training_file, **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert words in error["message"]
+
+    def test_openais_dpo_has_its_own_defaults(self, client: OpenAI, training_file: str) -> None:
+        job = client.fine_tuning.jobs.create(
+            model=MODEL,
+            training_file=training_file,
+            method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3, "learning_rate_multiplier": 2}}},
+        )
+        assert job.method is not None
+        assert job.method.type == "dpo"
+        spec = (job.model_extra or {})["spec"]
+        assert (spec["method"], spec["preference"]["beta"], spec["training"]["learning_rate"]) == ("dpo", 0.3, 2e-5)
+        assert job.method.to_dict()["dpo"] == {
+            "hyperparameters": {"n_epochs": 3, "batch_size": 4, "learning_rate_multiplier": 2.0, "beta": 0.3}
+        }
+
+    def test_a_type_without_its_block_has_the_defaults(self, client: OpenAI, training_file: str) -> None:
+        job = client.fine_tuning.jobs.create(model=MODEL, training_file=training_file, method={"type": "dpo"})
+        assert (job.model_extra or {})["spec"]["preference"]["beta"] == 0.1
+
+    def test_a_recipe_fills_what_the_request_leaves_out(self, client: OpenAI, training_file: str) -> None:
+        spec = {"recipe": "gpt-oss-120b-fsdp2-lora-experts", "adapter": {"r": 4}, "training": {"max_steps": 5}}
+        job = client.fine_tuning.jobs.create(
+            model=MODEL,
+            training_file=training_file,
+            hyperparameters={"learning_rate_multiplier": 0.5},
+            extra_body={"spec": spec},
+        )
+        resolved = (job.model_extra or {})["spec"]
+        assert resolved["recipe"] == "gpt-oss-120b-fsdp2-lora-experts"
+        assert (resolved["adapter"]["r"], resolved["adapter"]["alpha"]) == (4, 32)
+        assert (resolved["training"]["max_steps"], resolved["training"]["learning_rate"]) == (5, 7.5e-5)
+        assert resolved["parallelism"]["strategy"] == "fsdp2"
+
+    def test_a_recipes_own_epochs_do_not_stand_against_n_epochs(self, client: OpenAI, training_file: str) -> None:
+        job = client.fine_tuning.jobs.create(
+            model=MODEL,
+            training_file=training_file,
+            hyperparameters={"n_epochs": 2},
+            extra_body={"spec": {"recipe": "gpt-oss-20b-ddp-lora"}},
+        )
+        assert job.hyperparameters.n_epochs == 2
 
     def test_a_bottomless_value_is_refused(self, http: httpx2.Client) -> None:
         content = '{"spec": {"evaluation": {"prompts": ' + "[" * 500 + "]" * 500 + "}}}"

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.jobs.spec import TrainingSpec
 from tests import tiny
-from worker.trainer.methods import Trainer
 from worker.trainer.train import train
+from worker.trainer.trainers import Trainer
 from worker.workspace import Workspace, read_json
 
 REPOSITORY = Path(__file__).parents[2]

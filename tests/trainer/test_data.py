@@ -25,7 +25,8 @@ SHORT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
 def tokenize(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]], **data: Any
 ) -> tuple[list[Tokens], Counts]:
-    return tokenize_file(tiny.write_rows(tmp_path / "train.jsonl", rows), DataSection(**data), tokenizer)
+    read, counts = tokenize_file(tiny.write_rows(tmp_path / "train.jsonl", rows), DataSection(**data), tokenizer)
+    return [row for row in read if isinstance(row, Tokens)], counts
 
 
 def trained_text(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> str:

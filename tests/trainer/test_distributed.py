@@ -111,17 +111,33 @@ class TestSameNumbers:
         assert read_json(two.result)["trained_tokens"] == read_json(one.result)["trained_tokens"]
 
 
+def test_evaluation_on_two_ranks_gives_the_loss_of_one(make_workspace: MakeWorkspace, llama: Path) -> None:
+    """Five rows do not fill the batches of two ranks: what fills them up must not count."""
+    found = []
+    for ranks in (1, 2):
+        workspace = make_workspace(f"w{ranks}", llama, ranks=ranks, evaluation={"per_device_eval_batch_size": 2})
+        spec = read_json(workspace.spec)
+        spec["training"] |= {"per_device_train_batch_size": 4 // ranks, "max_steps": 1}
+        write_json(workspace.spec, spec)
+        tiny.write_rows(workspace.validation_data, tiny.chat_rows(5))
+        finished(workspace, ranks)
+        found.append(next(line["values"]["eval_loss"] for line in lines(workspace.metrics) if "eval_loss" in line["values"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 class TestResume:
     @pytest.mark.parametrize("kind", ["lora", "full"])
     @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+    @pytest.mark.parametrize("method", ["supervised", "dpo"])
     def test_from_the_middle_of_an_epoch_differs_by_nothing(
-        self, make_workspace: MakeWorkspace, llama: Path, strategy: str, kind: str
+        self, make_workspace: MakeWorkspace, llama: Path, method: str, strategy: str, kind: str
     ) -> None:
         def make(name: str) -> Workspace:
             return make_workspace(
                 name,
                 llama,
-                rows=tiny.chat_rows(24),
+                rows=tiny.chat_rows(24) if method == "supervised" else tiny.preference_rows(24),
+                method=method,
                 parallelism={"strategy": strategy, "nproc_per_node": 2},
                 adapter={"type": kind, "dropout": 0.1},
                 training={"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},

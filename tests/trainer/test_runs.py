@@ -13,17 +13,20 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.jobs.spec import TrainingSpec
+from app.jobs.spec import ModelSection, TrainingSpec
 from tests import tiny
-from worker.trainer.callbacks import COMPLETE, find_checkpoints
+from worker.trainer.callbacks import find_checkpoints
 from worker.trainer.chat import chat_renderer
-from worker.trainer.failures import TrainerError, record_failure
-from worker.trainer.methods import Trainer, check_parallelism
-from worker.workspace import Workspace, read_json
+from worker.trainer.failures import Situation, TrainerError, next_setting, record_failure
+from worker.trainer.methods import check_parallelism
+from worker.trainer.model import load_config
+from worker.trainer.trainers import Trainer
+from worker.workspace import CHECKPOINT_MARKER, Workspace, read_json
 
 from .conftest import MakeWorkspace, exported, lines, losses
 
 RunHere = Callable[[Workspace], Trainer]
+SPARING = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
 
 
 class TestLearning:
@@ -172,7 +175,7 @@ class TestCheckpoints:
         run_here(workspace)
         newest = workspace.checkpoints / "checkpoint-4"
         if fault == "unmarked":
-            (newest / COMPLETE).unlink()
+            (newest / CHECKPOINT_MARKER).unlink()
         else:
             (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:100])
         workspace.metrics.unlink()
@@ -335,6 +338,51 @@ class TestFailures:
     )
     def test_a_cause_has_its_code(self, tmp_path: Path, error: BaseException, code: str | None) -> None:
         assert self.fail(Workspace(tmp_path), error) == code
+
+    @pytest.mark.parametrize(
+        ("phase", "sections", "param"),
+        [
+            ("training", {}, "training.per_device_train_batch_size"),
+            ("training", {"training": {"per_device_train_batch_size": 1}}, "training.activation_checkpointing"),
+            ("training", {"training": SPARING, "parallelism": {"nproc_per_node": 2}}, "parallelism.strategy"),
+            ("training", {"training": SPARING}, "data.max_length"),
+            ("training", {"training": SPARING, "data": {"max_length": 256}, "adapter": {"type": "full"}}, "adapter.type"),
+            ("training", {"training": SPARING, "data": {"max_length": 256}}, "model"),
+            ("loading the model", {}, "model"),
+            ("loading the model", {"parallelism": {"nproc_per_node": 2}}, "parallelism.strategy"),
+        ],
+    )
+    def test_out_of_memory_names_the_next_setting_to_try(self, phase: str, sections: dict[str, Any], param: str) -> None:
+        now = Situation(phase, TrainingSpec.model_validate(sections))
+        found, advice = next_setting(now, on_gpu=True)
+        assert found == param
+        assert param.rsplit(".", 1)[-1] in advice
+
+    def test_out_of_memory_says_when_and_with_which_sizes(
+        self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        workspace = make_workspace("w", llama)
+        out = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise out
+
+        monkeypatch.setattr(Trainer, "get_batch_samples", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            run_here(workspace)
+        record_failure(workspace, out)
+        message = read_json(workspace.failure)["message"]
+        assert "while training" in message
+        assert "batch 2, length 512" in message
+        assert "peak" in message
+
+    def test_a_gated_model_is_not_a_missing_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError("You are trying to access a gated repo.\nMake sure to have access to it.")
+
+        monkeypatch.setattr("worker.trainer.model.AutoConfig.from_pretrained", refuse)
+        with pytest.raises(TrainerError, match="model_gated"):
+            load_config(ModelSection(name_or_path="a/b"))
 
     def test_the_first_rank_to_fail_is_the_one_that_counts(self, tmp_path: Path) -> None:
         self.fail(Workspace(tmp_path), TrainerError("loss_not_finite", "first"))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from worker.trainer.methods import Trainer
+from worker.trainer.trainers import Trainer
 from worker.trainer.verify import verify
 from worker.workspace import Workspace
 

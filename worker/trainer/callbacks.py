@@ -2,7 +2,6 @@
 
 import math
 import os
-import resource
 import shutil
 import signal
 import time
@@ -13,19 +12,36 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from app.jobs.spec import TrainingSpec
-from worker.trainer.failures import TrainerError
-from worker.trainer.methods import Trainer, device
-from worker.workspace import CheckpointLine, LogLine, MetricsLine, Workspace, append_line, read_json, write_json
+from worker.trainer.evaluation import best, evaluations
+from worker.trainer.failures import TrainerError, host_peak_gb
+from worker.trainer.methods import device
+from worker.trainer.trainers import Trainer
+from worker.workspace import (
+    CHECKPOINT_MARKER,
+    CheckpointLine,
+    LogLine,
+    MetricsLine,
+    Workspace,
+    append_line,
+    read_json,
+    write_json,
+)
 
 # TRL's names of what we pass on; all are ours too. The rest are timings that we measure ourselves.
-METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss")
-EVAL_METRICS = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
+PREFERENCES = (
+    *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")),
+    *(f"{figure}/{name}" for figure in ("logps", "logits") for name in ("chosen", "rejected")),
+    *("kl", "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+)
+METRICS = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "entropy", "aux_loss", *PREFERENCES)
+EVAL_METRICS = tuple(f"eval_{name}" for name in ("loss", "mean_token_accuracy", "entropy", *PREFERENCES))
 MUST_BE_FINITE = ("loss", "grad_norm")
 
-COMPLETE = "complete.json"  # present in a checkpoint once every rank has written its part and all of it is on the disk
 
 Values = dict[str, float | None]
 
@@ -87,6 +103,24 @@ class Reporter(TrainerCallback):
         return rate
 
 
+class Sharding(TrainerCallback):
+    """Says what FSDP2 has sharded, read from the model itself once it is wrapped."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        layers = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+        if not layers or not state.is_world_process_zero:
+            return
+        inner = (getattr(layer, "_checkpoint_wrapped_module", layer) for layer in layers)
+        wrapped = sorted({type(layer).__name__.removeprefix("FSDP") for layer in inner})
+        parts = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+        facts = {"fsdp_version": 2, "wrapped": wrapped, "num_wrapped": len(layers), "sharded_parameters": parts}
+        append_line(self.workspace.log, LogLine(f"FSDP2 shards {len(layers)} {', '.join(wrapped)}", data=facts))
+
+
 class Stopper(TrainerCallback):
     """Saves and stops at the end of a step when the workspace or a signal asks, all ranks at the same step."""
 
@@ -123,6 +157,7 @@ class Checkpoints(TrainerCallback):
         self.trainer = trainer
         self.reporter = reporter
         self.fingerprint = fingerprint
+        self._told_step: int | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if dist.is_initialized():
@@ -131,11 +166,17 @@ class Checkpoints(TrainerCallback):
             return
         folder = self.workspace.checkpoints / f"checkpoint-{state.global_step}"
         mark_complete(folder, state.global_step, self.trainer.num_trained_tokens, self.spec, self.fingerprint)
+        if state.global_step == self._told_step:
+            return  # a stop at the end of an epoch saves the step twice
+        self._told_step = state.global_step
         line = CheckpointLine(state.global_step, str(folder.relative_to(self.workspace.root)), dict(self.reporter.last))
         append_line(self.workspace.checkpoint_lines, line)
         complete = [checkpoint for checkpoint in find_checkpoints(self.workspace) if checkpoint.is_complete]
+        chosen = best(evaluations(state)) if self.spec.evaluation.keep_best else None
         for old in complete[: -self.spec.checkpoints.keep]:
-            shutil.rmtree(old.folder)
+            if chosen is None or old.step != chosen.step:
+                (old.folder / CHECKPOINT_MARKER).unlink()  # first, so that nobody takes a half-deleted one for whole
+                shutil.rmtree(old.folder)
 
 
 @dataclass(frozen=True)
@@ -157,7 +198,7 @@ class Checkpoint:
         )
 
     def marker(self) -> dict[str, Any]:
-        marker: dict[str, Any] = read_json(self.folder / COMPLETE)
+        marker: dict[str, Any] = read_json(self.folder / CHECKPOINT_MARKER)
         return marker
 
 
@@ -183,7 +224,7 @@ def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSp
         "data": fingerprint,
         "files": sizes,
     }
-    write_json(folder / COMPLETE, marker)
+    write_json(folder / CHECKPOINT_MARKER, marker)
 
 
 def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
@@ -201,7 +242,7 @@ def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> 
 
 def peak_memory(where: torch.device) -> Values:
     """The most memory that any rank has held so far, in GB."""
-    peaks = {"peak_memory_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # Linux counts in KiB
+    peaks = {"peak_memory_host_gb": host_peak_gb() * 1e9}
     if where.type == "cuda":
         peaks["peak_memory_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(where)
         peaks["peak_memory_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(where)
@@ -236,7 +277,7 @@ def _check_same_run(checkpoint: Checkpoint, spec: TrainingSpec, fingerprint: str
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE)
+    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != CHECKPOINT_MARKER)
 
 
 def _finite(value: Any) -> float | None:

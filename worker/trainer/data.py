@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from app.jobs.spec import DataSection, TrainingSpec
 from worker.trainer.chat import ChatRenderer, Rendered, RowError, Span, chat_renderer
 from worker.trainer.failures import TrainerError
+from worker.trainer.preferences import Answer, Labelled, Pair, labelled, pair
 from worker.workspace import Workspace, read_json, write_json
 
 IGNORED = -100  # the label of a token that carries no loss, as torch's cross entropy has it
@@ -37,6 +38,28 @@ class Tokens(NamedTuple):
     def num_trained(self) -> int:
         return sum(label != IGNORED for label in self.labels)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def longest(self) -> int:
+        return len(self.input_ids)
+
+    def cut(self, max_length: int) -> "Tokens":
+        """The row without its end; RowError where the end was all that carried loss."""
+        cut = Tokens(self.input_ids[:max_length], self.labels[:max_length])
+        if cut.num_trained == 0:
+            raise RowError(
+                f"{self.longest} tokens, more than data.max_length {max_length}, and its first {max_length} hold nothing to "
+                "learn (no_trainable_tokens)"
+            )
+        return cut
+
+
+Example = Tokens | Pair | Labelled
+"""A row as its method learns from it."""
+
 
 @dataclass
 class Counts:
@@ -46,6 +69,7 @@ class Counts:
     rows_used: int = 0
     rows_skipped: int = 0
     rows_truncated: int = 0
+    rows_split: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     longest_row: int = 0
@@ -60,6 +84,13 @@ class Data(NamedTuple):
     counts: dict[str, Counts]
     fingerprint: str
     """Changes with the rows, the template and every setting that decides tokens."""
+
+    def example(self) -> list[int]:
+        """The first row's tokens, with its answer where it has several."""
+        row = self.train[0]
+        if "input_ids" in row:
+            return list(row["input_ids"])
+        return list(row["prompt_ids"]) + list(row.get("chosen_ids") or row["completion_ids"])
 
 
 def load_data(workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -76,39 +107,61 @@ def load_data(workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTok
     return Data(splits["train"], splits.get("validation"), counts, fingerprint)
 
 
-def tokenize_file(path: Path, spec: DataSection, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tokens], Counts]:
+def tokenize_file(
+    path: Path, spec: DataSection, tokenizer: PreTrainedTokenizerBase, method: str = "supervised"
+) -> tuple[list[Example], Counts]:
     """All usable rows of a file; TrainerError naming the first lines that are not."""
     chat = chat_renderer(tokenizer, spec)
-    rows, counts, problems = [], Counts(), []
+    rows: list[Example] = []
+    counts, problems = Counts(), []
     for number, line in _lines(path):
         counts.rows_read += 1
         try:
-            tokens = _fit(tokenize_row(_parse(line), spec, tokenizer, chat), spec, counts)
+            row = _parse(line)
+            fitting = _fit(tokenize_row(row, spec, tokenizer, chat, method), spec, counts, is_text="text" in row)
         except RowError as error:
             problems.append(f"line {number}: {error}")
             continue
-        if tokens is not None:
-            rows.append(tokens)
+        counts.rows_used += bool(fitting)
+        rows += fitting
     if problems:
         raise _invalid_file(path, problems)
     if not rows:
         raise _invalid_file(path, [f"no row is left to train on ({counts.rows_skipped} skipped)"])
-    counts.rows_used = len(rows)
-    counts.tokens = sum(len(row.input_ids) for row in rows)
+    counts.tokens = sum(row.num_tokens for row in rows)
     counts.trained_tokens = sum(row.num_trained for row in rows)
-    counts.longest_row = max(len(row.input_ids) for row in rows)
+    counts.longest_row = max(row.longest for row in rows)
     handled = {
         "row skipped, longer than data.max_length": counts.rows_skipped,
         "row cut to data.max_length": counts.rows_truncated,
+        "text split at data.max_length": counts.rows_split,
     }
     counts.warnings = {text: times for text, times in handled.items() if times} | dict(chat.warnings if chat else {})
     return rows, counts
 
 
 def tokenize_row(
+    row: dict[str, Any],
+    spec: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatRenderer | None,
+    method: str = "supervised",
+) -> Example:
+    """One row in the canonical form that its method learns from; RowError where it teaches nothing."""
+    if method in ("dpo", "orpo"):
+        _require(row, method, "prompt", "chosen", "rejected")
+        return pair(*(_answer(row, row[name], tokenizer, chat) for name in ("chosen", "rejected")))
+    if method == "kto":
+        _require(row, method, "prompt", "completion", "label")
+        return labelled(_answer(row, row["completion"], tokenizer, chat), row["label"])
+    if method == "cpt":
+        _require(row, method, "text")
+    return _tokens_with_labels(row, spec, tokenizer, chat)
+
+
+def _tokens_with_labels(
     row: dict[str, Any], spec: DataSection, tokenizer: PreTrainedTokenizerBase, chat: ChatRenderer | None
 ) -> Tokens:
-    """One row in any of the canonical forms; RowError where it teaches nothing."""
     if "messages" in row:
         tokens = _tokenize(_render(chat, row["messages"], row.get("tools")), tokenizer, add_special_tokens=False)
     elif "prompt" in row and "completion" in row:
@@ -126,6 +179,20 @@ def tokenize_row(
     if tokens.num_trained == 0:
         raise RowError("nothing to learn: no assistant message or completion that carries loss (no_trainable_tokens)")
     return tokens
+
+
+def _require(row: dict[str, Any], method: str, *names: str) -> None:
+    if missing := [name for name in names if row.get(name) is None]:
+        raise RowError(f"method {method} needs rows with {', '.join(names)}; this one lacks {', '.join(missing)}")
+
+
+def _answer(row: dict[str, Any], answer: Any, tokenizer: PreTrainedTokenizerBase, chat: ChatRenderer | None) -> Answer:
+    """The prompt with one answer, up to the answer's end token."""
+    tokens = _tokenize_completion(row | {"completion": answer}, tokenizer, chat)
+    trained = [index for index, label in enumerate(tokens.labels) if label != IGNORED]
+    if not trained:
+        raise RowError("nothing to learn: an answer is empty (no_trainable_tokens)")
+    return Answer(tokens.input_ids[: trained[-1] + 1], trained[0])
 
 
 def _render(chat: ChatRenderer | None, messages: Any, tools: Any) -> Rendered:
@@ -173,21 +240,29 @@ def _touched(offsets: list[Span], spans: list[Span]) -> Iterator[bool]:
         yield span is not None and start < end and end > span[0]
 
 
-def _fit(tokens: Tokens, spec: DataSection, counts: Counts) -> Tokens | None:
-    """A row no longer than max_length, handled as the job says; None where it is skipped."""
-    if len(tokens.input_ids) <= spec.max_length:
-        return tokens
-    length = f"{len(tokens.input_ids)} tokens, more than data.max_length {spec.max_length}"
-    if spec.on_long_rows == "refuse":
-        raise RowError(f"{length}: raise data.max_length, or set data.on_long_rows to `skip` or `truncate`")
+def _fit(row: Example, spec: DataSection, counts: Counts, *, is_text: bool) -> list[Example]:
+    """A row no longer than max_length, handled as the job says: none of it, itself, or its pieces."""
+    if row.longest <= spec.max_length:
+        return [row]
     if spec.on_long_rows == "skip":
         counts.rows_skipped += 1
-        return None
-    cut = Tokens(tokens.input_ids[: spec.max_length], tokens.labels[: spec.max_length])
-    if cut.num_trained == 0:
-        raise RowError(f"{length}, and its first {spec.max_length} hold nothing to learn (no_trainable_tokens)")
-    counts.rows_truncated += 1
-    return cut
+        return []
+    if spec.on_long_rows == "truncate":
+        cut = row.cut(spec.max_length)
+        counts.rows_truncated += 1
+        return [cut]
+    if spec.on_long_rows == "split" and is_text and isinstance(row, Tokens):
+        counts.rows_split += 1
+        return list(_split(row, spec.max_length))
+    length = f"{row.longest} tokens, more than data.max_length {spec.max_length}"
+    raise RowError(f"{length}: raise data.max_length, or set data.on_long_rows to `skip` or `truncate`")
+
+
+def _split(row: Tokens, max_length: int) -> Iterator[Tokens]:
+    """The pieces of a text. Each begins with the last token of the one before, so that every token is predicted once."""
+    for start in range(0, len(row.input_ids) - 1, max_length - 1):
+        end = start + max_length
+        yield Tokens(row.input_ids[start:end], [IGNORED, *row.labels[start + 1 : end]])
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -223,7 +298,7 @@ def _files(workspace: Workspace) -> dict[str, Path]:
 
 def _fingerprint(workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase) -> str:
     digest = hashlib.sha256()
-    digest.update(json.dumps([spec.data.model_dump(), spec.model.name_or_path, spec.model.revision]).encode())
+    digest.update(json.dumps([spec.method, spec.data.model_dump(), spec.model.name_or_path, spec.model.revision]).encode())
     digest.update(str(tokenizer.chat_template).encode())
     for split, path in _files(workspace).items():
         digest.update(split.encode())
@@ -238,8 +313,8 @@ def _tokenize_files(workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrai
     shutil.rmtree(temporary, ignore_errors=True)
     counts = {}
     for split, path in _files(workspace).items():
-        rows, counts[split] = tokenize_file(path, spec.data, tokenizer)
-        columns = {"input_ids": [row.input_ids for row in rows], "labels": [row.labels for row in rows]}
+        rows, counts[split] = tokenize_file(path, spec.data, tokenizer, spec.method)
+        columns = {name: [getattr(row, name) for row in rows] for name in rows[0]._fields}
         datasets.Dataset.from_dict(columns).save_to_disk(str(temporary / split))
     write_json(temporary / "counts.json", {split: asdict(value) for split, value in counts.items()})
     temporary.rename(folder)

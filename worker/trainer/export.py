@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from app.jobs.spec import TrainingSpec
 from worker.trainer.callbacks import is_first_rank
 from worker.trainer.data import Data
-from worker.trainer.methods import Trainer, device
+from worker.trainer.methods import device
 from worker.trainer.model import load_base
 from worker.trainer.provenance import record_facts
+from worker.trainer.trainers import Trainer
 from worker.workspace import Workspace
 
 MAX_PROBE_TOKENS = 128
@@ -34,7 +35,7 @@ WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing puts in
 def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
     """Write the artifact and the probe."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    is_lora = spec.adapter.type == "lora"
+    is_lora = not spec.adapter.is_full
     if not is_lora:
         _round_to_exported_type(model, spec)
     weights = full_weights(model, only_trained=is_lora)
@@ -139,8 +140,8 @@ def _finish_folder(folder: Path, spec: TrainingSpec, tokenizer: PreTrainedTokeni
 
 def model_card(spec: TrainingSpec) -> str:
     """The README of an artifact."""
-    library = "peft" if spec.adapter.type == "lora" else "transformers"
-    kind = f"LoRA adapter (r {spec.adapter.r})" if spec.adapter.type == "lora" else "full weights"
+    library = "transformers" if spec.adapter.is_full else "peft"
+    kind = "full weights" if spec.adapter.is_full else f"LoRA adapter (r {spec.adapter.r})"
     return (
         f"---\nbase_model: {spec.model.name_or_path}\nlibrary_name: {library}\ntags: [{spec.method}, tuneyard]\n---\n\n"
         f"# A fine-tuned {spec.model.name_or_path}\n\n{kind}, trained with Tuneyard ({spec.method}).\n\n"
@@ -152,7 +153,7 @@ def _write_probe(trainer: Trainer, model: nn.Module, workspace: Workspace, data:
     """A real row and what the live model says to it, in float32: bfloat16 differs by more than any fault worth finding."""
     if not is_first_rank() and not any(isinstance(module, FSDPModule) for module in model.modules()):
         return  # a whole model needs no help
-    row = torch.tensor([data.train[0]["input_ids"][:MAX_PROBE_TOKENS]])
+    row = torch.tensor([data.example()[:MAX_PROBE_TOKENS]])
     logits = live_logits(model, row.to(device(trainer)))
     if is_first_rank():
         tensors = {"input_ids": row, "logits": logits.float().cpu().contiguous()}

@@ -3,11 +3,15 @@
 import errno
 import json
 import os
-from dataclasses import asdict
+import resource
+from dataclasses import asdict, dataclass
 
 import torch
 
+from app.jobs.spec import TrainingSpec
 from worker.workspace import Failure, Workspace
+
+SHORT_ROW = 512  # tokens; below that, shorter rows save little
 
 
 class TrainerError(Exception):
@@ -16,6 +20,18 @@ class TrainerError(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(f"{code}: {message}")
         self.failure = Failure(code=code, message=message, param=param)
+
+
+@dataclass
+class Situation:
+    """What a run was doing, for a failure that depends on it."""
+
+    phase: str = "loading the model"
+    spec: TrainingSpec | None = None
+
+
+NOW = Situation()
+"""This process's; a rank runs one job."""
 
 
 def record_failure(workspace: Workspace, error: BaseException) -> None:
@@ -38,18 +54,9 @@ def named_cause(error: BaseException) -> Failure | None:
     if isinstance(error, TrainerError):
         return error.failure
     if isinstance(error, torch.OutOfMemoryError):
-        return Failure(
-            code="gpu_out_of_memory",
-            message=f"The GPU ran out of memory. Lower training.per_device_train_batch_size or data.max_length, or set "
-            f"training.activation_checkpointing. {_first_line(error)}",
-            param="training.per_device_train_batch_size",
-        )
+        return out_of_memory("gpu_out_of_memory", error)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return Failure(
-            code="host_out_of_memory",
-            message=f"The host ran out of memory. Use a smaller model or fewer ranks per node. {_first_line(error)}",
-            param="parallelism.nproc_per_node",
-        )
+        return out_of_memory("host_out_of_memory", error)
     if _is_disk_full(error):
         return Failure(
             code="disk_full",
@@ -57,6 +64,51 @@ def named_cause(error: BaseException) -> Failure | None:
             param="checkpoints.keep",
         )
     return None
+
+
+def out_of_memory(code: str, error: BaseException) -> Failure:
+    """When it happened, with which sizes, and the one setting to change next."""
+    on_gpu = code == "gpu_out_of_memory"
+    param, advice = next_setting(NOW, on_gpu=on_gpu)
+    sizes = ""
+    if NOW.spec is not None:
+        batch, longest = NOW.spec.training.per_device_train_batch_size, NOW.spec.data.max_length
+        sizes = f", batch {batch}, length {longest}"
+    where, peak = ("GPU", _gpu_peak_gb()) if on_gpu else ("host", host_peak_gb())
+    message = f"The {where} ran out of memory while {NOW.phase} (peak {peak:.1f} GB{sizes}). {advice} {_first_line(error)}"
+    return Failure(code=code, message=message.strip(), param=param)
+
+
+def next_setting(now: Situation, *, on_gpu: bool) -> tuple[str, str]:
+    """What costs least of what is left to try: the same result first, then less of the data, then fewer trained weights."""
+    spec = now.spec
+    if spec is None:
+        return "model", "Use a smaller model."
+    training, several = spec.training, spec.parallelism.nproc_per_node > 1
+    is_training = now.phase == "training"
+    if is_training and training.per_device_train_batch_size > 1:
+        halve = "Halve training.per_device_train_batch_size and double training.gradient_accumulation_steps: the same result."
+        return "training.per_device_train_batch_size", halve
+    if is_training and not training.activation_checkpointing:
+        return "training.activation_checkpointing", "Set training.activation_checkpointing to true: slower, the same result."
+    if several and spec.parallelism.strategy == "ddp":
+        return "parallelism.strategy", "Set parallelism.strategy to fsdp2: each rank then holds a part of the model."
+    if is_training and spec.data.max_length > SHORT_ROW:
+        return "data.max_length", f"Lower data.max_length from {spec.data.max_length}."
+    if spec.adapter.is_full:
+        return "adapter.type", "Set adapter.type to lora: an adapter needs no optimizer state for the base."
+    if not on_gpu and several:
+        return "parallelism.nproc_per_node", "Lower parallelism.nproc_per_node: each rank has a process of its own."
+    return "model", "Use a smaller model, or a node with more memory."
+
+
+def host_peak_gb() -> float:
+    """The most memory this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # Linux counts in KiB
+
+
+def _gpu_peak_gb() -> float:
+    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
 def _is_disk_full(error: BaseException) -> bool:

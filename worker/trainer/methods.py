@@ -7,97 +7,188 @@ import torch
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl.experimental.orpo import ORPOConfig
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.kto_config import KTOConfig
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import SFTTrainer
 
 from app.jobs.spec import TrainingSpec
 from worker.trainer.cpu_fsdp import allow_fsdp_on_cpu
 from worker.trainer.data import Data
 from worker.trainer.failures import TrainerError
-from worker.trainer.model import FLASH_ATTENTION, packing_is_exact
+from worker.trainer.model import FLASH_ATTENTION, load_base, packing_is_exact
+from worker.trainer.trainers import DpoTrainer, KtoTrainer, OrpoTrainer, ShiftedCompletions, SupervisedTrainer, Trainer
 from worker.workspace import Workspace
 
 # Longest sequence that rows are packed into where attention is not a flash kernel: it then holds a score for every pair of
 # tokens, so that packing longer batches would cost more than the padding it saves.
 MAX_PACKED_TOKENS = 8192
-
-
-class Trainer(SFTTrainer):
-    """TRL's trainer, which also counts the tokens that carried loss."""
-
-    num_trained_tokens = 0
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """TRL's count divides the loss, so ours is the very number of labels that were trained on, over all ranks."""
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        assert num_items is not None, "TRL counts the labels of every batch"
-        self.num_trained_tokens += int(num_items)
-        return batches, num_items
+REFERENCE = "ref"  # what TRL names its copy of an adapter
 
 
 def build_trainer(
     spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
 ) -> Trainer:
-    """The trainer of a supervised job, checked to run as the job asks."""
+    """The trainer of the job's method, checked to run as the job asks."""
     if spec.resources.accelerator == "gpu" and not torch.cuda.is_available():
         raise TrainerError("gpu_not_available", "The job asks for GPUs and this node shows none.", "resources.accelerator")
     if spec.resources.accelerator == "cpu" and spec.parallelism.strategy == "fsdp2":
         allow_fsdp_on_cpu()
-    trainer = Trainer(
+    build = {"dpo": _dpo_trainer, "kto": _kto_trainer, "orpo": _orpo_trainer}.get(spec.method, _supervised_trainer)
+    trainer = build(spec, workspace, model, tokenizer, data)
+    check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
+    return trainer
+
+
+def _supervised_trainer(
+    spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> Trainer:
+    return SupervisedTrainer(
         model=model,
         args=sft_config(spec, workspace, data, packing=decide_packing(spec, model, data)),
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
     )
-    check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
+
+
+def _dpo_trainer(
+    spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> Trainer:
+    config = DPOConfig(
+        beta=spec.preference.beta,
+        disable_dropout=spec.adapter.dropout == 0,
+        router_aux_loss_coef=spec.training.router_aux_loss_coef,
+        **preference_arguments(spec, workspace, data),
+    )
+    trainer = DpoTrainer(
+        model=model,
+        ref_model=_reference(spec),
+        args=config,
+        data_collator=DataCollatorForPreference(tokenizer.pad_token_id),
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        processing_class=tokenizer,
+    )
+    _refer_to_the_base(model)
     return trainer
 
 
+def _kto_trainer(
+    spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> Trainer:
+    config = KTOConfig(
+        beta=spec.preference.beta,
+        desirable_weight=spec.preference.desirable_weight,
+        undesirable_weight=spec.preference.undesirable_weight,
+        disable_dropout=spec.adapter.dropout == 0,
+        router_aux_loss_coef=spec.training.router_aux_loss_coef,
+        train_sampling_strategy="sequential",
+        **preference_arguments(spec, workspace, data),
+    )
+    trainer = KtoTrainer(
+        model=model,
+        ref_model=_reference(spec),
+        args=config,
+        data_collator=ShiftedCompletions(tokenizer.pad_token_id),
+        train_dataset=data.train,
+        eval_dataset=data.validation,
+        processing_class=tokenizer,
+    )
+    trainer.args.train_sampling_strategy = "random"  # TRL insists on the file's order only for its own pairing
+    _refer_to_the_base(model)
+    return trainer
+
+
+def _orpo_trainer(
+    spec: TrainingSpec, workspace: Workspace, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, data: Data
+) -> Trainer:
+    config = ORPOConfig(
+        beta=spec.preference.beta,
+        disable_dropout=spec.adapter.dropout == 0,
+        **preference_arguments(spec, workspace, data),
+    )
+    trainer = OrpoTrainer(
+        model=model,
+        args=config,
+        data_collator=DataCollatorForPreference(tokenizer.pad_token_id),
+        # What it gets here it would copy three times: first a row of each, then all.
+        train_dataset=data.train.select([0]),
+        eval_dataset=data.validation.select([0]) if data.validation is not None else None,
+        processing_class=tokenizer,
+    )
+    trainer.train_dataset, trainer.eval_dataset = data.train, data.validation
+    trainer.use_dpo_data_collator = True  # or it would say at every evaluation batch that it is not its own
+    return trainer
+
+
+def _reference(spec: TrainingSpec) -> PreTrainedModel | None:
+    """What the model is held to. An adapter needs no second model: without it the base answers."""
+    return load_base(spec) if spec.adapter.is_full else None
+
+
+def _refer_to_the_base(model: PreTrainedModel | PeftModel) -> None:
+    """TRL copies an adapter to refer to where it began. Ours begins as nothing, so the base without it is the same."""
+    if isinstance(model, PeftModel) and REFERENCE in model.peft_config:
+        model.delete_adapter(REFERENCE)
+
+
 def sft_config(spec: TrainingSpec, workspace: Workspace, data: Data, *, packing: bool) -> SFTConfig:
-    """The spec as TRL's arguments."""
-    training, on_cpu = spec.training, spec.resources.accelerator == "cpu"
+    """The spec as TRL's arguments of a supervised run."""
     return SFTConfig(
-        output_dir=str(workspace.checkpoints),
-        seed=spec.seed,
-        data_seed=spec.seed,
-        use_cpu=on_cpu,
-        bf16=spec.model.dtype == "bfloat16",
-        dataloader_pin_memory=not on_cpu,
-        # rows
         dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,  # rows are cut already
         padding_free=packing,
-        # optimization
-        learning_rate=training.learning_rate,
-        lr_scheduler_type=training.lr_scheduler_type,
-        lr_scheduler_kwargs=_scheduler_kwargs(spec),
-        warmup_steps=num_warmup_steps(spec, len(data.train)),
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        per_device_train_batch_size=training.per_device_train_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        num_train_epochs=training.num_train_epochs,
-        max_steps=training.max_steps or -1,
-        router_aux_loss_coef=training.router_aux_loss_coef,
-        # evaluation and checkpoints; old ones are deleted by callbacks.py, once a newer one is known to be whole
-        per_device_eval_batch_size=spec.evaluation.per_device_eval_batch_size,
-        prediction_loss_only=True,
-        eval_strategy=_strategy(spec.evaluation.eval_steps) if data.validation is not None else "no",
-        eval_steps=spec.evaluation.eval_steps,
-        save_strategy=_strategy(spec.checkpoints.save_steps),
-        save_steps=spec.checkpoints.save_steps or 500,
-        save_total_limit=None,
-        # logging: every step, and a loss that is not finite as it is
-        logging_steps=1,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        report_to="none",
-        disable_tqdm=True,
-        # parallelism
-        ddp_find_unused_parameters=False,
-        **_memory_options(spec),
+        router_aux_loss_coef=spec.training.router_aux_loss_coef,
+        **shared_arguments(spec, workspace, data),
     )
+
+
+def preference_arguments(spec: TrainingSpec, workspace: Workspace, data: Data) -> dict[str, Any]:
+    """What the preference methods share. ORPO reads max_length although its rows are cut already."""
+    return shared_arguments(spec, workspace, data) | {"max_length": spec.data.max_length, "remove_unused_columns": False}
+
+
+def shared_arguments(spec: TrainingSpec, workspace: Workspace, data: Data) -> dict[str, Any]:
+    """What every method has, in the words of transformers."""
+    training, on_cpu = spec.training, spec.resources.accelerator == "cpu"
+    return {
+        "output_dir": str(workspace.checkpoints),
+        "seed": spec.seed,
+        "data_seed": spec.seed,
+        "use_cpu": on_cpu,
+        "bf16": spec.model.dtype == "bfloat16",
+        "dataloader_pin_memory": not on_cpu,
+        # optimization
+        "learning_rate": training.learning_rate,
+        "lr_scheduler_type": training.lr_scheduler_type,
+        "lr_scheduler_kwargs": _scheduler_kwargs(spec),
+        "warmup_steps": num_warmup_steps(spec, len(data.train)),
+        "weight_decay": training.weight_decay,
+        "max_grad_norm": training.max_grad_norm,
+        "per_device_train_batch_size": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "num_train_epochs": training.num_train_epochs,
+        "max_steps": training.max_steps or -1,
+        # evaluation and checkpoints; old ones are deleted by callbacks.py, once a newer one is known to be whole
+        "per_device_eval_batch_size": spec.evaluation.per_device_eval_batch_size,
+        "prediction_loss_only": True,
+        "eval_strategy": _strategy(spec.evaluation.eval_steps) if data.validation is not None else "no",
+        "eval_steps": spec.evaluation.eval_steps,
+        "save_strategy": _strategy(spec.checkpoints.save_steps),
+        "save_steps": spec.checkpoints.save_steps or 500,
+        "save_total_limit": None,
+        # logging: every step, and a loss that is not finite as it is
+        "logging_steps": 1,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        # parallelism
+        "ddp_find_unused_parameters": False,
+        **_memory_options(spec),
+    }
 
 
 def decide_packing(spec: TrainingSpec, model: PreTrainedModel | PeftModel, data: Data) -> bool:

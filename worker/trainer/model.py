@@ -1,5 +1,6 @@
 """The base model as it is trained: loaded from safetensors, dequantized, adapted."""
 
+import os
 import re
 import warnings
 from collections import Counter
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import GatedRepoError
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
@@ -20,9 +22,10 @@ from transformers import (
     set_seed,
 )
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.utils.quantization_config import BitsAndBytesConfig, Mxfp4Config
 
 from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
+from worker.trainer import expert_lora
 from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
 
@@ -54,13 +57,20 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel | PeftModel:
     if base.config.model_type == "gpt_oss":
         keep_packed_rows_apart(base)
     set_seed(spec.seed)
-    return add_adapter(base, spec.adapter) if spec.adapter.type == "lora" else base
+    if spec.adapter.is_full:
+        return base
+    model = add_adapter(base, spec.adapter)
+    if spec.adapter.low_rank_experts == "on" or (spec.adapter.low_rank_experts == "auto" and not torch.cuda.is_available()):
+        expert_lora.install(model)
+    return model
 
 
 def load_base(spec: TrainingSpec, *, device_map: str | None = None) -> PreTrainedModel:
     """The base model. Full weights are trained in float32: updates of bfloat16 weights are mostly rounded away."""
-    dtype = torch.float32 if spec.adapter.type == "full" else getattr(torch, spec.model.dtype)
+    dtype = torch.float32 if spec.adapter.is_full else getattr(torch, spec.model.dtype)
     config = load_config(spec.model)
+    if spec.adapter.type == "qlora":
+        return _load_in_4_bits(spec.model, config, device_map)
     if not is_mxfp4(config):
         return _load(spec.model, _source(spec.model), dtype=dtype, device_map=device_map)
     copy = cached_copy(spec.model, config, lambda: _load_mxfp4(spec.model, torch.bfloat16, None))
@@ -166,6 +176,21 @@ def _load_mxfp4(model: ModelSection, dtype: torch.dtype, device_map: str | None)
     return _load(model, _source(model), dtype=dtype, device_map=device_map, quantization_config=quantization)
 
 
+def _load_in_4_bits(model: ModelSection, config: PreTrainedConfig, device_map: str | None) -> PreTrainedModel:
+    """The base in NF4 with quantized constants, computing in bfloat16 (Dettmers et al. 2023, arXiv:2305.14314)."""
+    if is_mxfp4(config):
+        message = "An MXFP4 base has 4-bit experts of its own that QLoRA cannot take: set adapter.type to lora."
+        raise TrainerError("model_not_supported", message, "adapter.type")
+    quantization = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    place = device_map or {"": int(os.environ.get("LOCAL_RANK", "0"))}
+    return _load(model, _source(model), dtype=torch.bfloat16, device_map=place, quantization_config=quantization)
+
+
 def _load(model: ModelSection, source: str, **options: Any) -> PreTrainedModel:
     attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
     try:
@@ -189,6 +214,9 @@ def _not_loadable(model: ModelSection, error: Exception) -> TrainerError:
     if "trust_remote_code" in str(error):
         message = f"{model.name_or_path!r} needs code of its own, which is not run here."
         return TrainerError("remote_code_not_allowed", message, "model")
+    if isinstance(error.__cause__ or error, GatedRepoError) or "gated repo" in str(error):
+        message = f"{model.name_or_path!r} is gated: accept its terms on the Hub, and give the node a token of that account."
+        return TrainerError("model_gated", message, "model")
     if isinstance(error, OSError):
         return TrainerError("model_not_found", f"The base model {model.name_or_path!r} cannot be loaded: {text}", "model")
     return TrainerError("model_not_supported", f"The base model {model.name_or_path!r} cannot be used: {text}", "model")

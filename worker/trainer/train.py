@@ -19,12 +19,14 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from app.jobs.spec import TrainingSpec
-from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Stopper, is_first_rank, resume_point
+from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Sharding, Stopper, is_first_rank, resume_point
 from worker.trainer.data import Data, load_data
+from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
-from worker.trainer.failures import record_failure
-from worker.trainer.methods import Trainer, build_trainer
+from worker.trainer.failures import NOW, record_failure
+from worker.trainer.methods import build_trainer
 from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.trainer.trainers import Trainer
 from worker.workspace import LogLine, Result, Workspace, append_line, read_json, write_json
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -34,6 +36,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 def train(workspace: Workspace) -> Trainer:
     """One run, from the spec to the result file. The trainer is returned so that it outlives the run; see main."""
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
+    NOW.spec, NOW.phase = spec, "reading the data"
     silence_progress_bars()
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
@@ -42,11 +45,14 @@ def train(workspace: Workspace) -> Trainer:
     repeats = has_finished(workspace)
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
 
+    NOW.phase = "loading the model"
     model = load_model(spec)
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
     trainer.add_callback(reporter)
     trainer.add_callback(stopper)
+    trainer.add_callback(Sharding(workspace))
+    trainer.add_callback(Evaluator(workspace, spec))
     trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
     if repeats:
         clear(workspace, trainer)
@@ -55,9 +61,13 @@ def train(workspace: Workspace) -> Trainer:
 
     if checkpoint is not None:
         trainer.num_trained_tokens = checkpoint.marker()["trained_tokens"]
+    NOW.phase = "training"
     trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
 
+    NOW.phase = "exporting"
     if not stopper.stopped:
+        if spec.evaluation.keep_best:
+            load_best(trainer, workspace, is_first_rank=is_first_rank())
         export(trainer, workspace, spec, tokenizer, data)
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
@@ -82,7 +92,13 @@ def clear(workspace: Workspace, trainer: Trainer) -> None:
 def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: Data, checkpoint: Checkpoint | None) -> None:
     """The facts that decide whether a run is what was asked: as events, not only in the log."""
     strategy, ranks = trainer.accelerator.distributed_type.value, trainer.accelerator.num_processes
-    log(workspace, f"training on {ranks} {spec.resources.accelerator} rank(s)", strategy=strategy, ranks=ranks)
+    log(
+        workspace,
+        f"training on {ranks} {spec.resources.accelerator} rank(s)",
+        strategy=strategy,
+        ranks=ranks,
+        method=spec.method,
+    )
     for split, counts in data.counts.items():
         log(workspace, f"{split}: {counts.rows_used} of {counts.rows_read} rows used", split=split, **vars(counts))
         for warning, times in counts.warnings.items():

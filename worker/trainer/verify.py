@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from app.jobs.spec import TrainingSpec
@@ -45,7 +46,7 @@ def verify(workspace: Workspace, folder: Path) -> Verification:
     """What the reload of `folder` shows."""
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
     probe = load_file(workspace.probe)
-    is_lora = spec.adapter.type == "lora"
+    is_lora = not spec.adapter.is_full
     artifact, has_merged = folder / ("adapter" if is_lora else "model"), is_lora and spec.export.merged
     if missing := [*missing_files(artifact), *(missing_files(folder / "merged") if has_merged else [])]:
         return Verification(False, "; ".join(missing), None, None, RELATIVE_TOLERANCE, 0)
@@ -174,8 +175,8 @@ def _full_model(artifact: Path, device_map: str | None) -> tuple[PreTrainedModel
 
 
 def _for_comparison(model: Any) -> Any:
-    """bfloat16 differs by more than any fault worth finding."""
-    return model.float().eval()
+    """bfloat16 differs by more than any fault worth finding. Of a base in 4 bits the rest becomes float32, as when live."""
+    return nn.Module.float(model).eval()
 
 
 def _logits(model: Any, input_ids: torch.Tensor) -> torch.Tensor:

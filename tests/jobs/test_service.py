@@ -1,0 +1,157 @@
+"""Jobs by their owner's hand: the numbers they get, and the states they may be sent to. No worker is up."""
+
+from typing import Any
+
+import pytest
+
+from app import db
+from app.errors import Conflict, InvalidRequest
+from app.jobs import service
+from app.jobs.schemas import JobCreate
+from app.jobs.tables import Job
+from app.keys import service as keys
+from app.nodes import placement
+from app.nodes import service as nodes
+from app.nodes.service import NodeReport
+from tests import factories
+
+pytestmark = pytest.mark.usefixtures("database")
+BASE = {"model": "openai/gpt-oss-20b", "training_file": "hf://datasets/HuggingFaceH4/Multilingual-Thinking?split=train"}
+
+
+@pytest.fixture
+def project_id(database: str) -> str:
+    with db.write() as session:
+        return keys.create_project(session, "test").id
+
+
+def create(project_id: str, **fields: Any) -> Job:
+    with db.write() as session:
+        return service.create_job(session, project_id, JobCreate.model_validate(BASE | fields))
+
+
+def status(job_id: str) -> str:
+    with db.write() as session:
+        return session.get_one(Job, job_id).status
+
+
+def add_cpu_node(slots: int = 1) -> None:
+    with db.write() as session:
+        nodes.register(session, NodeReport("a", "127.0.0.1", "cpu", slots, [], {}))
+
+
+class TestNumbers:
+    def test_the_defaults_are_shown_resolved(self, project_id: str) -> None:
+        job = create(project_id)
+        assert job.method["supervised"]["hyperparameters"] == {"n_epochs": 3, "batch_size": 4, "learning_rate_multiplier": 1.0}
+        assert job.spec["model"]["name_or_path"] == "openai/gpt-oss-20b"
+        assert job.spec["training"]["learning_rate"] == 2e-4
+
+    def test_full_weights_start_from_a_lower_learning_rate(self, project_id: str) -> None:
+        job = create(project_id, spec={"adapter": {"type": "full"}})
+        assert job.spec["training"]["learning_rate"] == 2e-5
+
+    def test_openais_numbers_reach_the_spec(self, project_id: str) -> None:
+        given = {"n_epochs": 2, "batch_size": 24, "learning_rate_multiplier": 0.5}
+        job = create(project_id, hyperparameters=given, spec={"parallelism": {"nproc_per_node": 2}})
+        training = job.spec["training"]
+        assert training["num_train_epochs"] == 2.0
+        assert training["learning_rate"] == 1e-4
+        assert (training["per_device_train_batch_size"], training["gradient_accumulation_steps"]) == (6, 2)
+        assert job.method["supervised"]["hyperparameters"] == given
+
+    def test_a_batch_that_does_not_divide_says_what_would(self, project_id: str) -> None:
+        with pytest.raises(InvalidRequest, match="multiple of 2") as caught:
+            create(project_id, hyperparameters={"batch_size": 7}, spec={"parallelism": {"nproc_per_node": 2}})
+        assert caught.value.param == "method.supervised.hyperparameters.batch_size"
+
+    @pytest.mark.parametrize(
+        ("ours", "openais"),
+        [
+            ({"num_train_epochs": 1}, {"n_epochs": 2}),
+            ({"max_steps": 5}, {"n_epochs": 2}),
+            ({"learning_rate": 1e-3}, {"learning_rate_multiplier": 2}),
+            ({"gradient_accumulation_steps": 2}, {"batch_size": 8}),
+        ],
+    )
+    def test_a_number_said_twice_is_refused(self, project_id: str, ours: dict[str, Any], openais: dict[str, Any]) -> None:
+        with pytest.raises(InvalidRequest, match="set one of them"):
+            create(project_id, spec={"training": ours}, hyperparameters=openais)
+
+    def test_a_seed_is_drawn_and_shown(self, project_id: str) -> None:
+        assert create(project_id).seed != create(project_id).seed
+        assert create(project_id, seed=7).spec["seed"] == 7
+
+
+class TestResources:
+    def test_without_a_word_the_job_takes_what_the_nodes_have(self, project_id: str) -> None:
+        add_cpu_node()
+        assert create(project_id).accelerator == "cpu"
+
+    def test_gpus_that_no_node_has_are_refused(self, project_id: str) -> None:
+        add_cpu_node()
+        with pytest.raises(InvalidRequest, match=r"set spec\.resources\.accelerator to 'cpu'"):
+            create(project_id, spec={"resources": {"accelerator": "gpu"}})
+
+    def test_more_gpus_than_any_node_has_are_refused_with_the_most_there_is(self, project_id: str) -> None:
+        with db.write() as session:
+            gpus = [{"uuid": str(i), "name": "H200", "memory_bytes": 1} for i in range(8)]
+            nodes.register(session, NodeReport("g", "127.0.0.1", "gpu", 8, gpus, {}))
+        with pytest.raises(InvalidRequest, match=r"largest node has 8 GPU"):
+            create(project_id, spec={"parallelism": {"nproc_per_node": 64}})
+
+
+class TestCancel:
+    def test_a_queued_job_is_cancelled_at_once_and_never_placed(self, project_id: str) -> None:
+        job_id = create(project_id).id
+        service.cancel_job(project_id, job_id)
+        service.cancel_job(project_id, job_id)
+        assert status(job_id) == "cancelled"
+        add_cpu_node()
+        assert placement.place_all() == 0
+
+    def test_a_placed_job_gives_its_slot_back_and_its_message_finds_nothing(self, project_id: str) -> None:
+        add_cpu_node()
+        job_id = create(project_id).id
+        placement.place_all()
+        service.cancel_job(project_id, job_id)
+        assert status(job_id) == "cancelled"
+        assert placement.claim(job_id, 1, 0, pid=1) is None
+        create(project_id)
+        assert placement.place_all() == 1
+
+    @pytest.mark.parametrize("ended", ["succeeded", "failed"])
+    def test_a_job_that_ended_otherwise_is_a_conflict(self, project_id: str, ended: str) -> None:
+        job_id = factories.create_job(project_id, status=ended)
+        with pytest.raises(Conflict, match=f"already {ended}"):
+            service.cancel_job(project_id, job_id)
+
+
+class TestPause:
+    def test_a_queued_job_is_held_back_until_it_is_resumed(self, project_id: str) -> None:
+        add_cpu_node()
+        job_id = create(project_id).id
+        service.pause_job(project_id, job_id)
+        service.pause_job(project_id, job_id)
+        assert status(job_id) == "paused"
+        assert placement.place_all() == 0
+        service.resume_job(project_id, job_id)
+        assert status(job_id) == "queued"
+        assert placement.place_all() == 1
+
+    def test_a_paused_job_can_be_cancelled(self, project_id: str) -> None:
+        job_id = factories.create_job(project_id, status="paused")
+        service.cancel_job(project_id, job_id)
+        assert status(job_id) == "cancelled"
+
+    def test_a_job_that_is_pausing_cannot_be_resumed_yet(self, project_id: str) -> None:
+        job_id = factories.create_job(project_id, status="running", pause_requested_at=1.0)
+        with pytest.raises(Conflict, match="still pausing"):
+            service.resume_job(project_id, job_id)
+
+    @pytest.mark.parametrize("ended", ["succeeded", "failed", "cancelled"])
+    def test_a_job_that_ended_stays_as_it_is(self, project_id: str, ended: str) -> None:
+        job_id = factories.create_job(project_id, status=ended)
+        for change in (service.pause_job, service.resume_job):
+            with pytest.raises(Conflict, match=f"already {ended}"):
+                change(project_id, job_id)

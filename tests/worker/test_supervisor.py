@@ -1,0 +1,45 @@
+"""How an attempt ends, whatever happens to it."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import db
+from app.jobs.tables import Job
+from app.keys import service as keys
+from tests import factories
+from worker import launch, prepare, supervisor
+from worker.heartbeat import Heartbeat, Stopped
+from worker.reporter import Reporter
+from worker.workspace import Run, Workspace
+
+
+@pytest.fixture
+def run(database: str) -> Run:
+    """The first attempt of a running job."""
+    with db.write() as session:
+        project_id = keys.create_project(session, "test").id
+    return Run(factories.create_job(project_id, status="running", attempt=1, num_starts=1), 1)
+
+
+def test_a_log_that_cannot_be_stored_does_not_hide_why_the_attempt_ends(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def cancelled(*_: object) -> None:
+        raise Stopped("cancel")
+
+    monkeypatch.setattr(prepare, "prepare_workspace", lambda *_: None)
+    monkeypatch.setattr(launch, "start_trainer", cancelled)
+    monkeypatch.setattr(Reporter, "upload_log", full)
+    placement: Any = type("Placement", (), {"gpu_uuids": []})
+    workspace = Workspace(tmp_path)
+    with Heartbeat(run, workspace) as heartbeat:
+        end = supervisor._run_to_end(run, placement, workspace, heartbeat)
+    supervisor._write_end(run, end)
+    with db.write() as session:
+        assert session.get_one(Job, run.job_id).status == "cancelled"

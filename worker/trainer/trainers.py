@@ -1,0 +1,155 @@
+"""TRL's trainers, each taught three things: to take our tokens as they are, to count what carried loss, to agree over ranks."""
+
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from torch.nn import functional
+from trl.experimental.orpo import ORPOTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTrainer
+from trl.trainer.sft_trainer import SFTTrainer
+
+from worker.trainer.data import IGNORED
+
+Batch = dict[str, Any]
+
+
+class Trainer(transformers.Trainer):
+    """What every method's trainer has beside TRL's."""
+
+    num_trained_tokens = 0
+    """Tokens that carried loss since the job's first step, over all ranks."""
+    padding_free = False
+    aux_loss_enabled = False
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
+        """The batches of one step, counted before they are trained on."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.count(batches, num_items)
+        return batches, num_items
+
+    def count(self, batches: list[Batch], num_items: Any) -> None:
+        """Add what a step trains on."""
+        raise NotImplementedError
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """Each value's sum over all ranks; every rank must ask."""
+        tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
+        return [float(value) for value in self.accelerator.gather(tensor).sum(dim=0)]
+
+
+class SupervisedTrainer(Trainer, SFTTrainer):
+    """Supervised fine-tuning and continued pretraining. Its losses are per trained token, in training and in evaluation."""
+
+    def count(self, batches: list[Batch], num_items: Any) -> None:
+        """TRL's count divides the loss, so ours is the very number of labels that were trained on, over all ranks."""
+        assert num_items is not None, "TRL counts the labels of every batch"
+        self.num_trained_tokens += int(num_items)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, with the mean over tokens in place of the mean over batches."""
+        self._eval_batches, self._eval_loss, self._eval_tokens = 0, 0.0, 0
+        output = super().evaluation_loop(*args, **kwargs)
+        loss, tokens = self.sum_over_ranks(self._eval_loss, self._eval_tokens)
+        assert output.metrics is not None
+        output.metrics["eval_loss"] = loss / tokens
+        return output
+
+    def prediction_step(self, model: Any, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        num_rows = self._num_own_rows()
+        self._eval_batches += 1
+        own = first_rows(inputs, num_rows)
+        result = super().prediction_step(model, own or inputs, prediction_loss_only, ignore_keys)
+        if own:
+            num_tokens = int((own["labels"][..., 1:] != IGNORED).sum())
+            self._eval_loss += float(result[0]) * num_tokens
+            self._eval_tokens += num_tokens
+        return result
+
+    def _num_own_rows(self) -> int:
+        """Rows of this evaluation batch that are not repeated: ranks get batches in turn, the last ones are filled up."""
+        assert isinstance(self.eval_dataset, Dataset)
+        position = self._eval_batches * self.accelerator.num_processes + self.accelerator.process_index
+        size = int(self.args.eval_batch_size)
+        left: int = len(self.eval_dataset) - position * size
+        return max(0, min(size, left))
+
+
+def first_rows(inputs: Batch, num_rows: int) -> Batch:
+    """The first rows of a batch, padded or packed; empty where there are none."""
+    if num_rows <= 0:
+        return {}
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return {name: value[:num_rows] for name, value in inputs.items()}
+    starts = (positions[0] == 0).nonzero().flatten().tolist()
+    if num_rows >= len(starts):
+        return inputs
+    return {name: inputs[name][:, : starts[num_rows]] for name in ("input_ids", "labels", "position_ids")}
+
+
+class PreferenceTrainer(Trainer):
+    """What the preference methods share: rows come as our tokens, and an answer's tokens are those that carry loss."""
+
+    num_tokens = 0
+
+    def count(self, batches: list[Batch], num_items: Any) -> None:
+        """An answer's first token is predicted from the prompt, so all of its tokens count."""
+        trained = sum(int(batch["completion_mask"].sum()) for batch in batches)
+        present = sum(int(batch["attention_mask"].sum()) for batch in batches)
+        trained_by_all, present_by_all = self.sum_over_ranks(trained, present)
+        self.num_trained_tokens += int(trained_by_all)
+        self.num_tokens += int(present_by_all)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["num_tokens"] = self.num_tokens  # ORPO counts none
+        super().log(logs, start_time)
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+
+class DpoTrainer(PreferenceTrainer, DPOTrainer):
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290)."""
+
+
+class KtoTrainer(PreferenceTrainer, KTOTrainer):
+    """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306)."""
+
+
+class OrpoTrainer(PreferenceTrainer, ORPOTrainer):
+    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691). Needs no reference."""
+
+    def tokenize_row(self, feature: Any, model: Any = None) -> dict[str, Any]:
+        """Rows are tokenised already."""
+        return dict(feature)
+
+    def concatenated_forward(self, model: Any, batch: Batch) -> Any:
+        """TRL's, from our batches (the preferred answers, then the others), with loss on the answer and not on the prompt."""
+        batch = self._prepare_inputs(batch)
+        labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        log_probabilities = self.get_batch_logps(logits, labels, average_log_prob=True)
+        chosen = slice(None, len(labels) // 2)
+        rejected = slice(len(labels) // 2, None)
+        loss = functional.cross_entropy(
+            logits[chosen, :-1].flatten(0, 1).float(), labels[chosen, 1:].flatten(), ignore_index=IGNORED
+        )
+        return log_probabilities[chosen], log_probabilities[rejected], logits[chosen, :-1], logits[rejected, :-1], loss
+
+
+class ShiftedCompletions(DataCollatorForUnpairedPreference):
+    """KTO's estimate of the divergence needs answers to other prompts: each row takes the answer of the row before it.
+
+    TRL pairs them once in the file's order, and so may not shuffle; here they are paired within the batch as it is drawn.
+    """
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        completions = [example["completion_ids"] for example in examples]
+        others = completions[-1:] + completions[:-1]
+        shifted = [{**example, "KL_completion_ids": other} for example, other in zip(examples, others, strict=True)]
+        batch: dict[str, Any] = super().torch_call(shifted)
+        return batch
