@@ -22,6 +22,7 @@ RunHere = Callable[[Workspace], Trainer]
 TRAINING = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01}
 
 
+@pytest.mark.slow  # each proves its artifact in a process of its own
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("method", ["dpo", "orpo", "kto"])
 def test_a_preference_method_learns_to_prefer(

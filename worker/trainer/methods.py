@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from peft import PeftModel
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.experimental.orpo import ORPOConfig
 from trl.trainer.dpo_config import DPOConfig
@@ -37,8 +39,16 @@ def build_trainer(
         allow_fsdp_on_cpu()
     build = {"dpo": _dpo_trainer, "kto": _kto_trainer, "orpo": _orpo_trainer}.get(spec.method, _supervised_trainer)
     trainer = build(spec, workspace, model, tokenizer, data)
+    share_frozen_weights(model)
     check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
     return trainer
+
+
+def share_frozen_weights(model: nn.Module) -> None:
+    """Keep DDP from broadcasting weights that nobody trains: every rank has read the same files, and writing them again would
+    turn pages that the ranks of a host share into a copy of the model for each."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)  # type: ignore[no-untyped-call]
 
 
 def _supervised_trainer(
