@@ -27,8 +27,8 @@ from tests import tiny
 from worker.workspace import Workspace, write_json
 
 RANKS = 2
-STEPS = 16
-SAVE_STEPS = 3
+STEPS = 40  # enough that a run cannot end before it is killed
+SAVE_STEPS = 4
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "-m", "worker.trainer.train"]
 
 
@@ -90,7 +90,7 @@ def train(workspace: Workspace) -> None:
 
 def train_until_killed(workspace: Workspace, chance: random.Random) -> int:
     """Kill the agent, and with it its ranks, some time after a random checkpoint; the last step that was logged."""
-    saves = chance.randint(1, STEPS // SAVE_STEPS - 1)
+    saves = chance.randint(1, STEPS // SAVE_STEPS // 2)
     delay_s = chance.uniform(0, 0.2)
     quiet = subprocess.DEVNULL
     with subprocess.Popen([*TORCHRUN, str(workspace.root)], env=environment(), stdout=quiet, stderr=quiet) as agent:
