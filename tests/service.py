@@ -38,7 +38,9 @@ class Service:
         """Start and wait until it says that it is ready."""
         command = [sys.executable, "-m", "app.cli", "up", "--port", str(self.port), "--data-dir", str(self.data_dir)]
         with self.out.open("wb") as out:
-            self.process = subprocess.Popen(command, env=os.environ | self.environment, stdout=out, stderr=out)
+            environment = os.environ | self.environment
+            # Tests under nohup ignore SIGHUP; a service at a terminal does not.
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, preexec_fn=_hear_hangups)
         wait_until(self._is_ready, "the service is ready", 60)
 
     def stop(self, signum: int = signal.SIGINT) -> int:
@@ -143,6 +145,10 @@ def running(data_dir: Path, **environment: str) -> Iterator[Service]:
         service.stop()
         left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         assert not left, f"left behind: {left}"
+
+
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
