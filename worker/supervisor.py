@@ -220,6 +220,7 @@ def _write_end(run: Run, end: End) -> None:
         except Exception:  # an end that can never be written must not hold the job for ever
             log.exception("the end of the attempt could not be written")
             end = _failing(run, JobFailed("internal_error", "The service could not record how the job ended."))
+            time.sleep(get_settings().heartbeat_s)
 
 
 def _tolerating_outage(action: Callable[[], None]) -> None:
