@@ -16,7 +16,7 @@ from starlette.types import Message, Receive
 
 from app import db
 from app.config import get_settings
-from app.errors import Unauthenticated
+from app.errors import Forbidden, Unauthenticated
 from app.keys import service
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
@@ -40,6 +40,19 @@ class KeyedRoute(APIRoute):
             return await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
 
         return handle_with_key
+
+
+class AdminRoute(KeyedRoute):
+    """A route for the service's operators: 403 for any other key."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_as_admin(request: Request) -> Response:
+            await run_in_threadpool(_require_admin, request.headers)
+            return await handle(request)
+
+        return handle_as_admin
 
 
 async def _project_id(request: Request, _documented: Annotated[object, Depends(_bearer)]) -> str:
@@ -67,12 +80,23 @@ def _limited(request: Request, limit: int) -> Receive:
     return receive
 
 
-def _authenticate(headers: Headers) -> str:
+def _key(headers: Headers) -> str:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthenticated("No API key: send the header `Authorization: Bearer <key>`.", code="missing_api_key")
+    return key.strip()
+
+
+def _require_admin(headers: Headers) -> None:
+    _authenticate(headers)
     with db.read() as connection:
-        project_id = service.authenticate(connection, key.strip())
+        if not service.is_admin(connection, _key(headers)):
+            raise Forbidden("This needs an admin key: the one the service made at its first start is one.", code="admin_only")
+
+
+def _authenticate(headers: Headers) -> str:
+    with db.read() as connection:
+        project_id = service.authenticate(connection, _key(headers))
     if project_id is None:
         raise Unauthenticated("This API key is not known here, or was revoked.", code="invalid_api_key")
     _refuse_foreign(headers, project_id)

@@ -69,6 +69,9 @@ class Settings(BaseSettings):
 
     node_name: str | None = Field(default=None, description="This machine's name among the nodes. Default: its host name.")
     node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")
+    node_labels: dict[str, str] = Field(
+        default={}, description='What jobs may ask of a node by name, as JSON: `{"zone": "b"}`.'
+    )
     node_cpu_slots: int = Field(default=1, ge=1, le=1024, description="Jobs that may run at once on a node without GPUs.")
 
     dequantized_cache_gb: float = Field(

@@ -58,6 +58,7 @@ def create_app() -> FastAPI:
         manifests.router,
         secrets.router,
         nodes.router,
+        nodes.operations,
         recipes.router,
         health.router,
     ):

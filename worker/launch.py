@@ -72,6 +72,19 @@ def processes_of(run: Run) -> Iterator[psutil.Process]:
             continue
 
 
+def running_attempts(workspace_dir: Path) -> set[Run]:
+    """The attempts whose processes live on this machine, with workspaces below this folder: no neighbour's."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            job_id, _, attempt = process.environ().get(MARK, "").rpartition(".")
+            if job_id and any(part.startswith(f"{workspace_dir}/") for part in process.cmdline()):
+                found.add(Run(job_id, int(attempt)))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
 def _start(
     command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str], secrets: dict[str, str]
 ) -> subprocess.Popen[bytes]:

@@ -7,7 +7,6 @@ import platform
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import psutil
 from sqlalchemy import RowMapping
@@ -17,12 +16,14 @@ from app.config import get_settings
 from app.jobs import attempts
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
-from worker import launch
+from worker import gpus, launch
 from worker.workspace import Run
 
 log = logging.getLogger(__name__)
 
 STOP_MARGIN_S = 15.0  # beyond the trainer's own grace: its last checkpoint is stored, the job queued again
+
+GPU_PATIENCE_S = 10.0  # less than a supervisor has: while it waits, this node does not report
 
 
 def node_name() -> str:
@@ -44,10 +45,13 @@ def _report_for_ever() -> None:
                 registered = registered and nodes.heartbeat(session, node_name())
                 if not registered:
                     nodes.register(session, describe())
+            if not registered:
+                kill_stale_attempts()
             registered = True
             report_dead_supervisors()
         except Exception:  # the database is away: go on reporting, it comes back
             log.warning("node report failed; trying again", exc_info=True)
+            registered = False  # it may have been away for long: the two sides compare what they know
         pause.wait(get_settings().heartbeat_s)
 
 
@@ -59,10 +63,23 @@ def report_dead_supervisors() -> None:
             continue
         if not launch.kill_attempt(run, wait_s=2.0):
             continue  # what survives SIGKILL still holds its GPU: look again at the next report
+        held = gpus.still_held(placement["gpu_uuids"], GPU_PATIENCE_S)
         with db.write() as session:
+            attempts.quarantine(session, run.job_id, run.attempt, node_name(), held)
             if not attempts.lose(session, run.job_id, run.attempt, "The job's supervisor was lost"):
                 # The job has ended or moved on; only the slots were left.
                 nodes.release(session, run.job_id, run.attempt)
+
+
+def kill_stale_attempts() -> None:
+    """After a cut: what still trains here and holds its job no more, as another node may have it, dies."""
+    # First what runs, then what may: an attempt that starts in between is in neither list.
+    running = launch.running_attempts(get_settings().resolved_workspace_dir)
+    with db.read() as connection:
+        stale = [run for run in running if not nodes.is_claimed(connection, run.job_id, run.attempt)]
+    for run in stale:
+        log.warning("attempt %d of job %s runs here and is held by nobody: killing it", run.attempt, run.job_id)
+        launch.kill_attempt(run, wait_s=2.0)
 
 
 def stop_supervisors() -> None:
@@ -81,13 +98,14 @@ def _claimed_here() -> Sequence[RowMapping]:
 
 def describe() -> NodeReport:
     """The machine's facts, read now."""
-    gpus, driver = _gpus()
+    devices, driver = gpus.found()
     return NodeReport(
         name=node_name(),
         address=get_settings().node_address,
-        accelerator="gpu" if gpus else "cpu",
-        slots=len(gpus) or get_settings().node_cpu_slots,
-        gpus=gpus,
+        accelerator="gpu" if devices else "cpu",
+        slots=len(devices) or get_settings().node_cpu_slots,
+        gpus=devices,
+        labels=get_settings().node_labels,
         facts={
             "cpu_count": os.cpu_count(),
             "memory_bytes": psutil.virtual_memory().total,
@@ -105,31 +123,6 @@ def _is_supervisor(pid: int, job_id: str) -> bool:
     except psutil.Error:
         return False
     return "worker.supervisor" in command and job_id in command
-
-
-def _gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """Every GPU by UUID, and the driver's version; none where there is no NVIDIA driver."""
-    try:
-        import pynvml
-    except ImportError:
-        return [], None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return [], None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return [_gpu(pynvml, handle) for handle in handles], pynvml.nvmlSystemGetDriverVersion()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(pynvml: Any, handle: Any) -> dict[str, Any]:
-    return {
-        "uuid": pynvml.nvmlDeviceGetUUID(handle),
-        "name": pynvml.nvmlDeviceGetName(handle),
-        "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-    }
 
 
 def _disk_free() -> int:

@@ -32,7 +32,7 @@ from app.jobs.tables import Job
 from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
-from worker import launch, prepare, publish, tracking
+from worker import gpus, launch, prepare, publish, tracking
 from worker.failures import JobFailed, failure_of, last_line
 from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.redaction import Redactor
@@ -69,6 +69,7 @@ def supervise(run: Run, node_rank: int, workspace: Workspace) -> None:
         end = _run_to_end(run, placement, workspace, heartbeat)
         while not launch.kill_attempt(run):
             log.error("processes of the attempt survive SIGKILL; their slots stay taken until they are gone")
+        end = _keeping_back(gpus.still_held(placement.gpu_uuids), run, placement, end)
         heartbeat.stand_down()
         _write_end(run, end)
 
@@ -196,6 +197,11 @@ def _end_of_stop(run: Run, reason: Reason) -> End:
             return _losing(run, "A training process was killed")
         case "lost":
             return lambda session: False
+
+
+def _keeping_back(held: list[str], run: Run, placement: Placement, end: End) -> End:
+    """The end, in one transaction with the quarantine of GPUs that must not return to the pool."""
+    return lambda session: attempts.quarantine(session, run.job_id, run.attempt, placement.node_id, held) and end(session)
 
 
 def _losing(run: Run, why: str, *, counts: bool = True) -> End:

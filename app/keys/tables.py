@@ -26,4 +26,6 @@ class ApiKey(Base):
     name: Mapped[str] = mapped_column(String(128))
     key_hash: Mapped[str] = mapped_column(String(64), unique=True)
     created_at: Mapped[float] = mapped_column(default=now())
+    is_admin: Mapped[bool] = mapped_column(default=False)
+    """Whether it also opens what concerns the whole service: its nodes, its projects."""
     revoked_at: Mapped[float | None]

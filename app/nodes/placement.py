@@ -17,6 +17,7 @@ from app.db import now
 from app.jobs import attempts
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
+from app.nodes import service as nodes
 from app.nodes.tables import Node, Placement
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def _fitting_nodes(session: Session, spec: TrainingSpec) -> Sequence[Node]:
             Node.accelerator == spec.resources.accelerator,
             Node.free_slots >= spec.slots_per_node,
             Node.heartbeat_at > now() - get_settings().node_timeout_s,
+            Node.is_draining.is_(False),
         )
         .order_by(Node.free_slots, Node.id)
         .limit(spec.parallelism.nnodes)
@@ -72,7 +74,9 @@ def _why_not(session: Session, spec: TrainingSpec) -> str:
     """Why the job cannot start now, in words for its owner."""
     kind = "GPU" if spec.resources.accelerator == "gpu" else "CPU slot"
     ready = select(func.max(Node.free_slots)).where(
-        Node.accelerator == spec.resources.accelerator, Node.heartbeat_at > now() - get_settings().node_timeout_s
+        Node.accelerator == spec.resources.accelerator,
+        Node.heartbeat_at > now() - get_settings().node_timeout_s,
+        Node.is_draining.is_(False),
     )
     most_free = session.scalar(ready)
     if most_free is None:
@@ -137,6 +141,5 @@ def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | No
 
 
 def _free_gpus(session: Session, node: Node) -> list[str]:
-    in_use = select(Placement.gpu_uuids).where(Placement.node_id == node.id, Placement.state != "released")
-    taken = {uuid for uuids in session.scalars(in_use) for uuid in uuids}
+    taken = nodes.in_use(session, node.id) | {*node.quarantined}
     return [gpu["uuid"] for gpu in node.gpus if gpu["uuid"] not in taken]

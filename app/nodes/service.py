@@ -1,15 +1,16 @@
 """Nodes: registration, heartbeats, and what they offer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, func, select, update
+from sqlalchemy import Connection, RowMapping, Select, func, select, update
 from sqlalchemy.orm import Session
 
 from app import queue
 from app.config import get_settings
 from app.db import now
+from app.errors import NotFound
 from app.nodes.tables import Node, Placement
 
 
@@ -23,19 +24,22 @@ class NodeReport:
     slots: int
     gpus: list[dict[str, Any]]
     facts: dict[str, Any]
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def register(session: Session, report: NodeReport) -> None:
     """Add the node, or bring its facts up to date; what runs on it keeps its slots."""
     node = session.get(Node, report.name, with_for_update=True)
     held = session.scalar(_held_slots(report.name)) or 0
+    kept_back = _quarantined_and_idle(session, node, report.gpus) if node else 0
     values = {
         "address": report.address,
         "accelerator": report.accelerator,
         "slots": max(report.slots, held),
-        "free_slots": max(report.slots - held, 0),
+        "free_slots": max(report.slots - held - kept_back, 0),
         "gpus": report.gpus,
         "facts": report.facts,
+        "labels": report.labels,
     }
     if node is None:
         session.add(Node(id=report.name, heartbeat_at=0.0, **values))
@@ -52,10 +56,39 @@ def heartbeat(session: Session, name: str) -> bool:
     return session.execute(alive.execution_options(synchronize_session=False)).one_or_none() is not None
 
 
+def drain(session: Session, name: str) -> None:
+    """No new jobs for the node; what runs there goes on. Raises NotFound."""
+    _locked(session, name).is_draining = True
+    session.flush()
+
+
+def resume(session: Session, name: str) -> None:
+    """The node takes jobs again, also on the GPUs that were kept back. Raises NotFound."""
+    node = _locked(session, name)
+    node.free_slots += _quarantined_and_idle(session, node, node.gpus)
+    node.is_draining, node.quarantined = False, []
+    session.flush()
+    queue.send_after_commit(session, "place")
+
+
+def quarantine(session: Session, name: str, gpu_uuids: Sequence[str]) -> None:
+    """Keep GPUs back whose memory did not come back: called while their placement still holds them."""
+    node = _locked(session, name)
+    node.quarantined = sorted({*node.quarantined, *gpu_uuids})
+    session.flush()
+
+
+def get_node(connection: Connection, name: str) -> RowMapping:
+    """One node, as in `list_nodes`. Raises NotFound."""
+    node = connection.execute(_nodes().where(Node.id == name)).mappings().one_or_none()
+    if node is None:
+        raise _not_found(name)
+    return node
+
+
 def list_nodes(connection: Connection) -> Sequence[RowMapping]:
     """Every node, with `is_fresh` by the age of its heartbeat."""
-    fresh = Node.heartbeat_at > now() - get_settings().node_timeout_s
-    return connection.execute(select(Node.__table__, fresh.label("is_fresh")).order_by(Node.id)).mappings().all()
+    return connection.execute(_nodes().order_by(Node.id)).mappings().all()
 
 
 def largest_slots(session: Session) -> dict[str, int]:
@@ -71,10 +104,18 @@ def holding(session: Session, job_id: str) -> int:
 
 
 def claimed_here(connection: Connection, name: str) -> Sequence[RowMapping]:
-    """What this node is said to run: `job_id`, `attempt`, `supervisor_pid`."""
-    columns = (Placement.job_id, Placement.attempt, Placement.supervisor_pid)
+    """What this node is said to run: `job_id`, `attempt`, `supervisor_pid`, `gpu_uuids`."""
+    columns = (Placement.job_id, Placement.attempt, Placement.supervisor_pid, Placement.gpu_uuids)
     claimed = select(*columns).where(Placement.node_id == name, Placement.state == "claimed")
     return connection.execute(claimed).mappings().all()
+
+
+def is_claimed(connection: Connection, job_id: str, attempt: int) -> bool:
+    """Whether any node still runs this attempt by right."""
+    claimed = select(Placement.job_id).where(
+        Placement.job_id == job_id, Placement.attempt == attempt, Placement.state == "claimed"
+    )
+    return connection.execute(claimed.limit(1)).one_or_none() is not None
 
 
 def history(connection: Connection, job_id: str) -> list[dict[str, Any]]:
@@ -91,12 +132,41 @@ def release(session: Session, job_id: str, attempt: int) -> None:
         update(Placement)
         .where(Placement.job_id == job_id, Placement.attempt == attempt, Placement.state != "released")
         .values(state="released", released_at=now())
-        .returning(Placement.node_id, Placement.slots)
+        .returning(Placement.node_id, Placement.slots, Placement.gpu_uuids)
         .execution_options(synchronize_session=False)
     )
-    for node_id, slots in session.execute(held).all():
-        session.execute(update(Node).where(Node.id == node_id).values(free_slots=Node.free_slots + slots))
+    for node_id, slots, gpu_uuids in session.execute(held).all():
+        node = session.get_one(Node, node_id, with_for_update=True, populate_existing=True)
+        node.free_slots += slots - len({*gpu_uuids} & {*node.quarantined})
+        session.flush()
     queue.send_after_commit(session, "place")
+
+
+def in_use(session: Session, name: str) -> set[str]:
+    """The GPUs of a node that placements hold."""
+    held = select(Placement.gpu_uuids).where(Placement.node_id == name, Placement.state != "released")
+    return {uuid for uuids in session.scalars(held) for uuid in uuids}
+
+
+def _nodes() -> Select[Any]:
+    fresh = Node.heartbeat_at > now() - get_settings().node_timeout_s
+    return select(Node.__table__, fresh.label("is_fresh"))
+
+
+def _locked(session: Session, name: str) -> Node:
+    node = session.get(Node, name, with_for_update=True, populate_existing=True)
+    if node is None:
+        raise _not_found(name)
+    return node
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"There is no node `{name}`: GET /v1/nodes lists them.", code="node_not_found", param="node_id")
+
+
+def _quarantined_and_idle(session: Session, node: Node, gpus: list[dict[str, Any]]) -> int:
+    """How many of the GPUs are kept back and held by no job any more: those of a job count as its own."""
+    return len({gpu["uuid"] for gpu in gpus} & {*node.quarantined} - in_use(session, node.id))
 
 
 def _held_slots(name: str) -> Any:

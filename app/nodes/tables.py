@@ -25,6 +25,11 @@ class Node(Base):
     """Per GPU: {"uuid", "name", "memory_bytes"}."""
     facts: Mapped[dict[str, Any]]
     """CPU count, RAM, disk, driver and library versions."""
+    labels: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    is_draining: Mapped[bool] = mapped_column(default=False)
+    """An operator said: no new jobs."""
+    quarantined: Mapped[list[Any]] = mapped_column(default=list)
+    """UUIDs of GPUs that kept memory after a job: never free, until an operator resumes the node."""
     heartbeat_at: Mapped[float]
     created_at: Mapped[float] = mapped_column(default=now())
 

@@ -10,7 +10,7 @@ from app import db
 from app.config import get_settings
 from app.jobs import attempts, service
 from app.jobs.spec import TrainingSpec
-from app.jobs.tables import Job
+from app.jobs.tables import Event, Job
 from app.keys import service as keys
 from app.nodes import placement
 from app.nodes import service as nodes
@@ -162,6 +162,74 @@ class TestClaim:
         with db.write() as session:
             job = session.get_one(Job, job_id)
             assert (job.status, job.num_starts) == ("queued", 0)
+
+
+class TestDrain:
+    def test_a_drained_node_gets_no_new_job_and_keeps_what_runs(self, project_id: str) -> None:
+        add_node("a", 2)
+        running = add_cpu_job(project_id)
+        assert placement.place_all() == 1
+        with db.write() as session:
+            nodes.drain(session, "a")
+        waiting = add_cpu_job(project_id)
+        assert placement.place_all() == 0
+        assert placed() == [running]
+        with db.write() as session:
+            nodes.resume(session, "a")
+        assert placement.place_all() == 1
+        assert placed() == [running, waiting]
+
+    def test_a_node_that_registers_again_stays_drained(self, project_id: str) -> None:
+        add_node("a", 1)
+        with db.write() as session:
+            nodes.drain(session, "a")
+        add_node("a", 1)
+        add_cpu_job(project_id)
+        assert placement.place_all() == 0
+
+
+class TestQuarantine:
+    @pytest.fixture
+    def job_id(self, project_id: str) -> str:
+        """A job on both GPUs of a node of two, one of which will not give its memory back."""
+        add_node("a", 2, accelerator="gpu")
+        job_id = add_gpu_job(project_id, 2)
+        placement.place_all()
+        placement.claim(job_id, 1, 0, pid=1)
+        with db.write() as session:
+            attempts.quarantine(session, job_id, 1, "a", ["a-1"])
+            attempts.lose(session, job_id, 1, "The worker was lost")
+        return job_id
+
+    def test_the_gpu_stays_out_of_the_pool_and_the_other_returns(self, project_id: str, job_id: str) -> None:
+        service.cancel_job(project_id, job_id)
+        small = [add_gpu_job(project_id, 1) for _ in range(2)]
+        assert placement.place_all() == 1
+        with db.write() as session:
+            held = session.scalars(select(Placement.gpu_uuids).where(Placement.job_id.in_(small))).one()
+            assert held == ["a-0"]
+            assert free_slots(session, "a") == 0
+
+    def test_the_job_tells_of_it(self, job_id: str) -> None:
+        with db.write() as session:
+            told = session.scalars(select(Event.message).where(Event.job_id == job_id, Event.level == "warn")).all()
+        assert any("Memory of a-1 on a did not come back" in message for message in told)
+
+    def test_it_outlives_a_registration_and_ends_with_resume(self, job_id: str) -> None:
+        add_node("a", 2, accelerator="gpu")
+        with db.write() as session:
+            assert free_slots(session, "a") == 1
+            nodes.resume(session, "a")
+            assert free_slots(session, "a") == 2
+
+    def test_resume_frees_no_gpu_that_a_job_holds(self, project_id: str) -> None:
+        add_node("a", 1, accelerator="gpu")
+        add_gpu_job(project_id, 1)
+        placement.place_all()
+        with db.write() as session:
+            nodes.quarantine(session, "a", ["a-0"])
+            nodes.resume(session, "a")
+            assert free_slots(session, "a") == 0
 
 
 class TestRegister:
