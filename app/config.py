@@ -88,6 +88,17 @@ class Settings(BaseSettings):
         default=120.0, gt=0, description="A job whose supervisor is silent for longer is started again elsewhere."
     )
     max_attempts: int = Field(default=3, ge=1, le=100, description="How often a job is tried when workers are lost.")
+    usage_half_life_s: float = Field(
+        default=24 * 3600.0, gt=0, description="How fast a project's past use of nodes is forgiven when projects compete."
+    )
+    reservation_patience_s: float = Field(
+        default=3600.0,
+        ge=0,
+        description="A job first in line for longer has nodes to itself: none passes it there any more.",
+    )
+    preemption: bool = Field(
+        default=False, description="Whether a job of higher priority makes running ones of lower priority save and wait."
+    )
     stop_jobs_with_node: bool = Field(
         default=False,
         description="Whether a node worker that stops has its jobs save and stop first: right in a container.",

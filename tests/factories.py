@@ -7,7 +7,7 @@ from app import db, storage
 from app.ids import new_id
 from app.jobs.logs import log_key
 from app.jobs.spec import TrainingSpec
-from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics
+from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics, Wait
 from app.models.tables import FineTunedModel
 
 
@@ -39,6 +39,12 @@ def update_job(job_id: str, **values: Any) -> None:
         job = session.get_one(Job, job_id)
         for name, value in values.items():
             setattr(job, name, value)
+
+
+def add_wait(job_id: str, position: int, reason: str, blocking_resource: str) -> None:
+    """Where the scheduler saw a job in the queue."""
+    with db.write() as session:
+        session.add(Wait(job_id=job_id, position=position, reason=reason, blocking_resource=blocking_resource))
 
 
 def add_events(job_id: str, *messages: str, kind: str = "message", data: dict[str, Any] | None = None) -> None:

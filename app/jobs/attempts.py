@@ -13,7 +13,7 @@ from app.ids import new_id
 from app.jobs import events, figures
 from app.jobs.events import NewEvent
 from app.jobs.status import Status, switch_status
-from app.jobs.tables import Artifact, Checkpoint, Job, Metrics
+from app.jobs.tables import Artifact, Checkpoint, Job, Metrics, Wait
 from app.models import service as models
 from app.nodes import service as nodes
 
@@ -60,33 +60,11 @@ class Outcome:
     answers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def waiting(session: Session) -> Sequence[str]:
-    """Jobs that wait for a placement, in the order they are served."""
-    ordered = select(Job.id).where(Job.status == Status.QUEUED).order_by(Job.priority.desc(), Job.created_at, Job.id)
-    return session.scalars(ordered).all()
-
-
-def lock_waiting(session: Session, job_id: str) -> Job | None:
-    """The job, locked, if it still waits and holds no placement."""
-    free = select(Job).where(Job.id == job_id, Job.status == Status.QUEUED).with_for_update(skip_locked=True)
-    job = session.scalar(free)
-    return job if job is not None and nodes.holding(session, job_id) == 0 else None
-
-
-def explain_wait(session: Session, job: Job, reason: str) -> None:
-    """Let a waiting job say why it waits."""
-    if job.wait_reason != reason:
-        job.wait_reason = reason
-
-
 def begin(session: Session, job_id: str) -> int:
     """The number of a new attempt; whatever an older one still writes is refused from now on."""
-    numbered = (
-        update(Job)
-        .where(Job.id == job_id)
-        .values(attempt=Job.attempt + 1, wait_reason="A node is starting the job.")
-        .returning(Job.attempt)
-    )
+    numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, reserved_at=None).returning(Job.attempt)
+    starting = {"position": 0, "reason": "A node is starting the job.", "blocking_resource": None, "estimated_start": None}
+    session.merge(Wait(job_id=job_id, **starting))
     return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
 
 
@@ -95,7 +73,8 @@ def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
     told = NewEvent("The node did not start the job: it waits for another placement", level="warn", data={"attempt": attempt})
     guards = (Job.attempt == attempt, Job.status == Status.QUEUED)
     # The number moves on, so that a supervisor that comes too late finds nothing to take up.
-    if events.append(session, job_id, [told], *guards, attempt=Job.attempt + 1, wait_reason=told.message):
+    if events.append(session, job_id, [told], *guards, attempt=Job.attempt + 1):
+        nodes.distrust(session, job_id, attempt)
         nodes.release(session, job_id, attempt)
 
 
@@ -108,6 +87,7 @@ def start(session: Session, job_id: str, attempt: int) -> bool:
         "lease_expires_at": _lease_end(),
         "num_starts": Job.num_starts + 1,
     }
+    session.execute(delete(Wait).where(Wait.job_id == job_id))
     return switch_status(session, job_id, Status.RUNNING, told, *guards, **times)
 
 
@@ -117,11 +97,14 @@ def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Le
         update(Job)
         .where(*_held(job_id, attempt))
         .values(lease_expires_at=_lease_end(), run_seconds=Job.run_seconds + ran_s)
-        .returning(Job.cancel_requested_at, Job.pause_requested_at, Job.run_seconds)
+        .returning(Job.cancel_requested_at, Job.pause_requested_at, Job.preempted_by, Job.run_seconds)
         .execution_options(synchronize_session=False)
     )
     row = session.execute(renewed).one_or_none()
-    return None if row is None else Lease(row[0] is not None, row[1] is not None, row[2])
+    if row is None:
+        return None
+    cancel_at, pause_at, preempted_by, run_seconds = row
+    return Lease(cancel_at is not None, pause_at is not None or preempted_by is not None, run_seconds)
 
 
 def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) -> bool:
@@ -274,6 +257,8 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
         return cancel(session, job_id, attempt)
     if job.pause_requested_at is not None:
         return pause(session, job_id, attempt)
+    if job.preempted_by is not None and not counts:
+        why = f"The job made room for {job.preempted_by}"
     limit = get_settings().max_attempts
     if counts and job.num_starts >= limit:
         return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
@@ -303,9 +288,8 @@ def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent
 
 def _leave(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
     """The attempt is over: the job moves on and the slots are free, in one transaction."""
-    left = switch_status(
-        session, job_id, to, told, *_held(job_id, attempt), lease_expires_at=None, estimated_finish=None, **values
-    )
+    values |= {"lease_expires_at": None, "estimated_finish": None, "preempted_by": None}
+    left = switch_status(session, job_id, to, told, *_held(job_id, attempt), **values)
     if left:
         nodes.release(session, job_id, attempt)
     return left

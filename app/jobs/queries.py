@@ -8,16 +8,17 @@ from sqlalchemy.orm import Session
 
 from app.errors import NotFound
 from app.jobs.status import TERMINAL
-from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics
+from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics, Wait
 from app.schemas import fetch_page
 
+WAIT = [column.label(f"wait_{column.name}") for column in Wait.__table__.columns if column.name != "job_id"]
 JOB = (*[column for column in Job.__table__.columns if column.name != "metadata"], Job.job_metadata.label("job_metadata"))
 EVENTS_AT_ONCE = 500
 
 
 def get_job(connection: Connection | Session, project_id: str, job_id: str) -> Row[Any]:
     """A project's job; NotFound for any other."""
-    job = connection.execute(select(*JOB).where(Job.project_id == project_id, Job.id == job_id)).one_or_none()
+    job = connection.execute(_jobs(project_id).where(Job.id == job_id)).one_or_none()
     if job is None:
         raise _not_found(job_id)
     return job
@@ -33,7 +34,7 @@ def list_jobs(
     connection: Connection, project_id: str, metadata: Mapping[str, str] | None, *, after: str | None, limit: int
 ) -> tuple[Sequence[Row[Any]], bool]:
     """One page of a project's jobs, newest first. `metadata`: only jobs with these pairs; None: all; {}: jobs without any."""
-    statement = select(*JOB).where(Job.project_id == project_id)
+    statement = _jobs(project_id)
     if metadata == {}:
         statement = statement.where(or_(Job.job_metadata.is_(None), cast(Job.job_metadata, String) == "{}"))
     for key, value in (metadata or {}).items():
@@ -113,6 +114,11 @@ def metrics(
     if count > max_points:
         statement = statement.where(points.c.index.in_(_evenly(count, max_points)))
     return count, _columns(connection.execute(statement).all())
+
+
+def _jobs(project_id: str) -> Select[Any]:
+    """A project's jobs, with where they stand in the queue."""
+    return select(*JOB, *WAIT).outerjoin(Wait, Wait.job_id == Job.id).where(Job.project_id == project_id)
 
 
 def _events(job_id: str) -> Select[Any]:

@@ -12,7 +12,7 @@ from app import db, queue, storage
 from app.errors import Conflict, InvalidRequest
 from app.files import dataset
 from app.ids import new_id
-from app.jobs import events, queries, service, sources
+from app.jobs import events, queries, service, sources, waiting
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.status import TERMINAL, Status
@@ -44,6 +44,7 @@ def _insert(session: Session, job: Row[Any], spec: TrainingSpec) -> str:
         rerun_of=job.id,
         result_files=[],
         answers=[],
+        **waiting.requirements(spec),
         **{name: getattr(job, name) for name in copied + also},
     )
     session.add(again)

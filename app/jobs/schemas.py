@@ -242,9 +242,27 @@ class Progress(BaseModel):
 
 
 class Queue(BaseModel):
-    """Why a queued job is not running yet."""
+    """Why a queued job is not running yet, as the scheduler saw it a moment ago."""
 
+    position: int | None = Field(description="1 is served next, 0 is being started; null until the scheduler has looked.")
     reason: str
+    blocking_resource: str | None = Field(
+        description="`gpus`, `cpu_slots`, `nodes`, `reservation` (kept for a job ahead), `quota.running_jobs`, `quota.gpus`."
+    )
+    estimated_start: int | None = Field(description="If all that runs or is ahead takes as long as it may; null if unknown.")
+
+    @classmethod
+    def of(cls, job: Job | Row[Any]) -> Self:
+        if getattr(job, "wait_reason", None) is None:  # a new job, or an entity as it was just created
+            reason = "The scheduler has not looked at the job yet."
+            return cls(position=None, reason=reason, blocking_resource=None, estimated_start=None)
+        assert not isinstance(job, Job)
+        return cls(
+            position=job.wait_position,
+            reason=job.wait_reason,
+            blocking_resource=job.wait_blocking_resource,
+            estimated_start=_seconds(job.wait_estimated_start),
+        )
 
 
 class JobOut(BaseModel):
@@ -304,7 +322,7 @@ class JobOut(BaseModel):
             spec=TrainingSpec.stored(job.spec),
             progress=Progress(step=job.step, total_steps=job.total_steps, tokens_per_second=job.tokens_per_second),
             answers=job.answers,
-            queue=Queue(reason=job.wait_reason) if job.status == "queued" and job.wait_reason else None,
+            queue=Queue.of(job) if job.status == "queued" else None,
             attempt=job.attempt,
             started_at=_seconds(job.started_at),
             rerun_of=job.rerun_of,

@@ -15,13 +15,15 @@ from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
 from app.ids import new_id
-from app.jobs import events, sources
+from app.jobs import events, sources, waiting
 from app.jobs.events import NewEvent
 from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
 from app.nodes import service as nodes
+from app.nodes.demand import GB, Demand
+from app.nodes.service import Offer
 from app.recipes import service as recipes
 from app.secrets import service as secrets_of_projects
 
@@ -58,6 +60,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
         integrations=[integration.model_dump(mode="json") for integration in body.integrations],
         priority=spec.resources.priority,
         accelerator=spec.resources.accelerator,
+        **waiting.requirements(spec),
         result_files=[],
         answers=[],
     )
@@ -286,29 +289,54 @@ def _prompts(spec: TrainingSpec) -> list[list[rows.Message]]:
 
 
 def check_resources(session: Session, spec: TrainingSpec) -> str:
-    """The accelerator the job will run on; refused where no registered node could ever hold one node's part of it."""
-    largest = nodes.largest_slots(session)
-    wanted = spec.resources.accelerator
-    accelerator = ("gpu" if "gpu" in largest or not largest else "cpu") if wanted == "auto" else wanted
+    """The accelerator the job will run on; refused where no set of registered nodes could ever hold it."""
+    offers = nodes.offers(session)
+    offered, wanted = {offer.accelerator for offer in offers}, spec.resources.accelerator
+    accelerator = ("gpu" if "gpu" in offered or not offered else "cpu") if wanted == "auto" else wanted
     if spec.parallelism.nnodes > 1:
         raise InvalidRequest(
             "Jobs over several nodes are not offered yet: set spec.parallelism.nnodes to 1.",
             code="resources_unsatisfiable",
             param="spec.parallelism.nnodes",
         )
-    if largest and accelerator not in largest:
-        raise InvalidRequest(
-            f"No registered node offers '{accelerator}': set spec.resources.accelerator to '{next(iter(largest))}'.",
-            code="resources_unsatisfiable",
-            param="spec.resources.accelerator",
-        )
-    if accelerator == "gpu" and largest and spec.parallelism.nproc_per_node > largest["gpu"]:
-        raise InvalidRequest(
-            f"The largest node has {largest['gpu']} GPU(s): set spec.parallelism.nproc_per_node to that or less.",
-            code="resources_unsatisfiable",
-            param="spec.parallelism.nproc_per_node",
-        )
+    if offers and not spec.resources.wait_for_nodes:
+        resources = spec.resources.model_copy(update={"accelerator": accelerator})
+        _refuse_impossible(Demand.of(spec.model_copy(update={"resources": resources})), offers)
     return accelerator
+
+
+def _refuse_impossible(demand: Demand, offers: list[Offer]) -> None:
+    """Say what is missing on all nodes together, and the most that could be had."""
+    left = [offer for offer in offers if offer.accelerator == demand.accelerator]
+    if not left:
+        message = (
+            f"No registered node offers '{demand.accelerator}': set spec.resources.accelerator to '{offers[0].accelerator}'"
+        )
+        raise _unsatisfiable(message, "spec.resources.accelerator")
+    found = sorted({f"{name}={value}" for offer in left for name, value in offer.labels.items()})
+    if not (left := [offer for offer in left if demand.has_labels(offer.labels)]):
+        message = f"No registered node carries these labels, only {', '.join(found) or 'none'}: change spec.resources.labels"
+        raise _unsatisfiable(message, "spec.resources.labels")
+    models = sorted({gpu["name"] for offer in left for gpu in offer.gpus})
+    if not (left := [offer for offer in left if demand.has_model(offer.gpus)]):
+        message = f"No registered node has GPUs of this model, only {', '.join(models)}: change spec.resources.gpu_model"
+        raise _unsatisfiable(message, "spec.resources.gpu_model")
+    memory_gb = max((gpu["memory_bytes"] / GB for offer in left for gpu in offer.gpus), default=0.0)
+    if not (left := [offer for offer in left if demand.has_memory(offer.gpus)]):
+        message = f"The largest GPU has {memory_gb:.1f} GB: set spec.resources.gpu_memory_gb to that or less"
+        raise _unsatisfiable(message, "spec.resources.gpu_memory_gb")
+    most = max(offer.slots for offer in left)
+    if not (left := [offer for offer in left if offer.slots >= demand.slots]):
+        message = f"The largest node has {most} {demand.kind}(s): set spec.parallelism.nproc_per_node to that or less"
+        raise _unsatisfiable(message, "spec.parallelism.nproc_per_node")
+    if len(left) < demand.nodes:
+        message = f"Only {len(left)} registered node(s) have {demand.words}: set spec.parallelism.nnodes to that or less"
+        raise _unsatisfiable(message, "spec.parallelism.nnodes")
+
+
+def _unsatisfiable(message: str, param: str) -> InvalidRequest:
+    again = ", or spec.resources.wait_for_nodes to true if such nodes will come."
+    return InvalidRequest(message + again, code="resources_unsatisfiable", param=param)
 
 
 def _split_batch(batch_size: int, world_size: int, micro_batch: int | None, param: str) -> dict[str, int]:

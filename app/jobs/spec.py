@@ -36,6 +36,7 @@ def _credential(name: str) -> str:
 EnvironmentName = Annotated[
     str, Field(pattern=r"^[A-Z][A-Z0-9_]{0,55}_(TOKEN|KEY|PASSWORD|SECRET)$"), AfterValidator(_credential)
 ]
+ShortText = Annotated[str, Field(min_length=1, max_length=64)]
 SecretName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -280,6 +281,21 @@ class ResourcesSection(Section):
         default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."
     )
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is placed first.")
+    gpu_memory_gb: float | None = Field(
+        default=None, gt=0, le=10_000, description="Least memory of each GPU, in GB (10^9 bytes)."
+    )
+    gpu_model: ShortText | None = Field(
+        default=None, description="Part of the name of each GPU, such as `H200`; upper and lower case are the same."
+    )
+    labels: dict[ShortText, ShortText] = Field(
+        default={}, max_length=16, description="Labels that each node must carry, as its `TUNEYARD_NODE_LABELS` says."
+    )
+    max_wait_s: int | None = Field(
+        default=None, ge=1, le=366 * 24 * 3600, description="Seconds in the queue after which the job fails. Default: no limit."
+    )
+    wait_for_nodes: bool = Field(
+        default=False, description="Accept the job though no registered nodes could hold it: it waits for ones that can."
+    )
 
 
 class TrainingSpec(Section):

@@ -6,6 +6,7 @@ from typing import Any
 from sqlalchemy import ColumnElement
 from sqlalchemy.orm import Session
 
+from app.db import now
 from app.jobs import events
 from app.jobs.events import NewEvent
 
@@ -31,5 +32,7 @@ def switch_status(
 
     The caller's guards must exclude terminal states: those never change.
     """
+    if to == Status.QUEUED:
+        values |= {"queued_at": now()}
     told = NewEvent(event.message, event.level, event.type, (event.data or {}) | {"status": to.value})
     return events.append(session, job_id, [told], *guards, status=to.value, **values)

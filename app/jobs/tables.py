@@ -41,8 +41,16 @@ class Job(Base):
     priority: Mapped[int]
     accelerator: Mapped[str] = mapped_column(String(8))
 
-    wait_reason: Mapped[str | None] = mapped_column(String(512))
-    """While queued: why it is not running yet, in words for its owner."""
+    demand: Mapped[str | None] = mapped_column(Text)
+    """What it asks of the nodes, as `nodes.demand` writes it; NULL until the scheduler has read the spec."""
+    time_limit_s: Mapped[int | None]
+    max_wait_s: Mapped[int | None]
+    queued_at: Mapped[float] = mapped_column(default=now())
+    """When it began to wait; again with each return to the queue."""
+    reserved_at: Mapped[float | None]
+    """Since when it is first in line and nodes are kept for it."""
+    preempted_by: Mapped[str | None] = mapped_column(String(64))
+    """The job of higher priority that it makes room for."""
     attempt: Mapped[int] = mapped_column(default=0)
     num_starts: Mapped[int] = mapped_column(default=0)
     """Attempts that count against `max_attempts`: those a supervisor took up and the service did not stop itself."""
@@ -67,6 +75,19 @@ class Job(Base):
     created_at: Mapped[float] = mapped_column(default=now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
+
+
+class Wait(Base):
+    """Where a queued job stands in the queue and why, as the scheduler last saw it. Apart from `jobs`, whose rows are wide."""
+
+    __tablename__ = "waits"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    position: Mapped[int]
+    """1 is served next; 0: a node is starting it."""
+    reason: Mapped[str] = mapped_column(String(512))
+    blocking_resource: Mapped[str | None] = mapped_column(String(32))
+    estimated_start: Mapped[float | None]
 
 
 class Event(Base):

@@ -1,11 +1,16 @@
 """Projects and API keys. A key is shown once, at its creation; afterwards only its hash is known."""
 
 import hashlib
+import math
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Row, func, select
 from sqlalchemy.orm import Session
 
+from app.config import get_settings
+from app.db import now
 from app.ids import new_id
 from app.keys.tables import ApiKey, Project
 
@@ -52,6 +57,38 @@ def ensure_admin_key(session: Session, plaintext: str | None) -> str | None:
         return None if session.scalar(known) else create_key(session, DEFAULT_PROJECT_ID, "admin", plaintext, is_admin=True)
     has_keys = session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.project_id == DEFAULT_PROJECT_ID))
     return None if has_keys else create_key(session, DEFAULT_PROJECT_ID, "admin", is_admin=True)
+
+
+def charge(session: Session, project_id: str, slot_seconds: float) -> None:
+    """Add to what a project has used of the nodes."""
+    project = session.get_one(Project, project_id, with_for_update=True, populate_existing=True)
+    at = session.scalars(select(now())).one()
+    project.usage = project.usage * decay(at - project.usage_at) + slot_seconds
+    project.usage_at = at
+    session.flush()
+
+
+def decay(seconds: float) -> float:
+    """What is left of a use of nodes after so long."""
+    return float(0.5 ** (max(seconds, 0.0) / get_settings().usage_half_life_s))
+
+
+def fair_use(seconds: float) -> float:
+    """Seconds of a slot held until now, each as far as it has decayed since."""
+    return (1.0 - decay(seconds)) * get_settings().usage_half_life_s / math.log(2)
+
+
+def shares(connection: Connection | Session) -> Sequence[Row[Any]]:
+    """Per project its weight, use and quotas: `id`, `weight`, `usage`, `usage_at`, `max_running_jobs`, `max_gpus`."""
+    columns: list[Any] = [
+        Project.id,
+        Project.weight,
+        Project.usage,
+        Project.usage_at,
+        Project.max_running_jobs,
+        Project.max_gpus,
+    ]
+    return connection.execute(select(*columns)).all()
 
 
 def _hash(plaintext: str) -> str:

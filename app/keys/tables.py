@@ -1,6 +1,6 @@
 """Projects and their API keys."""
 
-from sqlalchemy import ForeignKey, String
+from sqlalchemy import BigInteger, ForeignKey, String
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
@@ -13,6 +13,15 @@ class Project(Base):
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
     name: Mapped[str] = mapped_column(String(128), unique=True)
+    weight: Mapped[float] = mapped_column(default=1.0)
+    """Its part of the nodes where projects compete, against the weights of the others."""
+    usage: Mapped[float] = mapped_column(default=0.0)
+    """Slot-seconds of jobs that gave their slots back, halved with each half-life, as of `usage_at`."""
+    usage_at: Mapped[float] = mapped_column(default=0.0)
+    max_running_jobs: Mapped[int | None]
+    max_gpus: Mapped[int | None]
+    max_gpu_hours_per_month: Mapped[float | None]
+    max_storage_bytes: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[float] = mapped_column(default=now())
 
 

@@ -11,7 +11,12 @@ from app import queue
 from app.config import get_settings
 from app.db import now
 from app.errors import NotFound
+from app.jobs.tables import Job
+from app.keys import service as keys
+from app.keys.service import fair_use
 from app.nodes.tables import Node, Placement
+
+DISTRUST_LEASES = 5
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,20 @@ def list_nodes(connection: Connection) -> Sequence[RowMapping]:
     return connection.execute(_nodes().order_by(Node.id)).mappings().all()
 
 
-def largest_slots(session: Session) -> dict[str, int]:
-    """Per accelerator the slots of the largest registered node."""
-    rows = session.execute(select(Node.accelerator, func.max(Node.slots)).group_by(Node.accelerator).order_by(Node.accelerator))
-    return {accelerator: slots for accelerator, slots in rows}
+@dataclass(frozen=True)
+class Offer:
+    """What a registered node could give a job, whether it can now or not."""
+
+    accelerator: str
+    slots: int
+    gpus: list[dict[str, Any]]
+    labels: dict[str, str]
+
+
+def offers(session: Session) -> list[Offer]:
+    """Of every registered node."""
+    rows = session.execute(select(Node.accelerator, Node.slots, Node.gpus, Node.labels).order_by(Node.accelerator))
+    return [Offer(*row) for row in rows]
 
 
 def holding(session: Session, job_id: str) -> int:
@@ -132,14 +147,32 @@ def release(session: Session, job_id: str, attempt: int) -> None:
         update(Placement)
         .where(Placement.job_id == job_id, Placement.attempt == attempt, Placement.state != "released")
         .values(state="released", released_at=now())
-        .returning(Placement.node_id, Placement.slots, Placement.gpu_uuids)
+        .returning(Placement.node_id, Placement.slots, Placement.gpu_uuids, now() - Placement.placed_at)
         .execution_options(synchronize_session=False)
     )
-    for node_id, slots, gpu_uuids in session.execute(held).all():
+    slot_seconds = 0.0
+    for node_id, slots, gpu_uuids, seconds in session.execute(held).all():
+        slot_seconds += slots * fair_use(seconds)
         node = session.get_one(Node, node_id, with_for_update=True, populate_existing=True)
         node.free_slots += slots - len({*gpu_uuids} & {*node.quarantined})
         session.flush()
+    if slot_seconds:
+        keys.charge(session, session.scalars(select(Job.project_id).where(Job.id == job_id)).one(), slot_seconds)
     queue.send_after_commit(session, "place")
+
+
+def distrust(session: Session, job_id: str, attempt: int) -> None:
+    """Nodes that did not take up what was placed on them get nothing for some leases, as long as others could."""
+    silent = select(Placement.node_id).where(
+        Placement.job_id == job_id, Placement.attempt == attempt, Placement.state == "placed"
+    )
+    until = now() + DISTRUST_LEASES * get_settings().lease_s
+    session.execute(update(Node).where(Node.id.in_(silent)).values(distrusted_until=until))
+
+
+def trust(session: Session, name: str) -> None:
+    """The node has started a job."""
+    session.execute(update(Node).where(Node.id == name, Node.distrusted_until > 0).values(distrusted_until=0.0))
 
 
 def in_use(session: Session, name: str) -> set[str]:

@@ -30,6 +30,8 @@ class Node(Base):
     """An operator said: no new jobs."""
     quarantined: Mapped[list[Any]] = mapped_column(default=list)
     """UUIDs of GPUs that kept memory after a job: never free, until an operator resumes the node."""
+    distrusted_until: Mapped[float] = mapped_column(default=0.0)
+    """Jobs go elsewhere until then if they can: it did not start one that was placed on it."""
     heartbeat_at: Mapped[float]
     created_at: Mapped[float] = mapped_column(default=now())
 
@@ -38,7 +40,11 @@ class Placement(Base):
     """One node's part in one attempt of a job."""
 
     __tablename__ = "placements"
-    __table_args__ = (Index("ix_placements_node_state", "node_id", "state"),)
+    __table_args__ = (
+        Index("ix_placements_node_state", "node_id", "state"),
+        # What is held is looked for at every tick, among a history that only grows.
+        Index("ix_placements_state", "state"),
+    )
 
     job_id: Mapped[str] = mapped_column(ForeignKey(Job.id), primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True)

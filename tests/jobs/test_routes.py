@@ -244,9 +244,16 @@ class TestListJobs:
 
 class TestRetrieveJob:
     def test_fields_keep_their_types_in_every_state(self, client: OpenAI, live: Live) -> None:
-        job_id = factories.create_job(live.project_id, wait_reason="No node is registered.")
+        job_id = factories.create_job(live.project_id)
+        factories.add_wait(job_id, 3, "No node is registered.", "nodes")
         queued = client.fine_tuning.jobs.retrieve(job_id)
-        assert (queued.model_extra or {})["queue"] == {"reason": "No node is registered."}
+        assert (queued.model_extra or {})["queue"] == {
+            "position": 3,
+            "reason": "No node is registered.",
+            "blocking_resource": "nodes",
+            "estimated_start": None,
+        }
+        assert (client.fine_tuning.jobs.list().data[0].model_extra or {})["queue"] == (queued.model_extra or {})["queue"]
         factories.update_job(job_id, status="running", step=3, total_steps=9, tokens_per_second=12.5, started_at=5.5)
         running = client.fine_tuning.jobs.retrieve(job_id)
         assert (running.model_extra or {})["progress"] == {"step": 3, "total_steps": 9, "tokens_per_second": 12.5}

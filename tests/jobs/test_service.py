@@ -100,6 +100,25 @@ class TestResources:
         with pytest.raises(InvalidRequest, match=r"largest node has 8 GPU"):
             create(project_id, spec={"parallelism": {"nproc_per_node": 64}})
 
+    @pytest.mark.parametrize(
+        ("resources", "there_is"),
+        [
+            ({"gpu_model": "B200"}, "only NVIDIA H200"),
+            ({"gpu_memory_gb": 200}, r"largest GPU has 141\.0 GB"),
+            ({"labels": {"zone": "c"}}, "only zone=b"),
+        ],
+    )
+    def test_what_no_node_is_like_is_refused_with_what_there_is(
+        self, project_id: str, resources: dict[str, Any], there_is: str
+    ) -> None:
+        with db.write() as session:
+            gpus = [{"uuid": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 10**9}]
+            nodes.register(session, NodeReport("g", "127.0.0.1", "gpu", 1, gpus, {}, {"zone": "b"}))
+        with pytest.raises(InvalidRequest, match=there_is) as caught:
+            create(project_id, spec={"resources": resources})
+        assert caught.value.param == f"spec.resources.{next(iter(resources))}"
+        assert create(project_id, spec={"resources": resources | {"wait_for_nodes": True}}).status == "queued"
+
 
 class TestCancel:
     def test_a_queued_job_is_cancelled_at_once_and_never_placed(self, project_id: str) -> None:

@@ -10,9 +10,10 @@ from app import db
 from app.config import get_settings
 from app.jobs import attempts, service
 from app.jobs.spec import TrainingSpec
-from app.jobs.tables import Event, Job
+from app.jobs.tables import Event, Job, Wait
 from app.keys import service as keys
-from app.nodes import placement
+from app.keys.tables import Project
+from app.nodes import placement, planning
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
 from app.nodes.tables import Node, Placement
@@ -34,13 +35,14 @@ def add_node(name: str, slots: int, *, accelerator: str = "cpu") -> None:
         nodes.register(session, report)
 
 
-def add_gpu_job(project_id: str, ranks: int) -> str:
-    spec = TrainingSpec.model_validate({"parallelism": {"nproc_per_node": ranks}, "resources": {"accelerator": "gpu"}})
+def add_gpu_job(project_id: str, ranks: int, nodes: int = 1) -> str:
+    parallelism = {"nproc_per_node": ranks, "nnodes": nodes}
+    spec = TrainingSpec.model_validate({"parallelism": parallelism, "resources": {"accelerator": "gpu"}})
     return factories.create_job(project_id, accelerator="gpu", spec=spec.model_dump(mode="json"))
 
 
-def add_cpu_job(project_id: str, **values: object) -> str:
-    spec = TrainingSpec.model_validate({"resources": {"accelerator": "cpu"}})
+def add_cpu_job(project_id: str, *, max_wait_s: int | None = None, **values: object) -> str:
+    spec = TrainingSpec.model_validate({"resources": {"accelerator": "cpu", "max_wait_s": max_wait_s}})
     return factories.create_job(project_id, spec=spec.model_dump(mode="json"), **values)
 
 
@@ -49,6 +51,29 @@ def placed() -> list[str]:
         return list(
             session.scalars(select(Placement.job_id).where(Placement.state != "released").order_by(Placement.placed_at))
         )
+
+
+def job(job_id: str) -> Job:
+    with db.write() as session:
+        return session.get_one(Job, job_id)
+
+
+def wait_of(job_id: str) -> tuple[int, str | None] | None:
+    """Position and what is waited for; None where the queue does not know the job."""
+    with db.write() as session:
+        wait = session.get(Wait, job_id)
+    return None if wait is None else (wait.position, wait.blocking_resource)
+
+
+def nodes_of(job_id: str) -> list[str]:
+    """Where the job was placed, attempt by attempt."""
+    with db.write() as session:
+        return list(session.scalars(select(Placement.node_id).where(Placement.job_id == job_id).order_by(Placement.attempt)))
+
+
+def usage(project_id: str) -> float:
+    with db.write() as session:
+        return session.get_one(Project, project_id).usage
 
 
 def free_slots(session: Session, name: str) -> int:
@@ -63,7 +88,7 @@ class TestPlace:
         assert placed() == [first]
         with db.write() as session:
             assert free_slots(session, "a") == 0
-            assert "the node with the most has 0" in (session.get_one(Job, second).wait_reason or "")
+            assert "the node with the most has 0" in session.get_one(Wait, second).reason
 
     def test_higher_priority_goes_first_then_the_older(self, project_id: str) -> None:
         old = add_cpu_job(project_id, created_at=1.0)
@@ -96,7 +121,7 @@ class TestPlace:
         job_id = add_cpu_job(project_id)
         assert placement.place_all() == 0
         with db.write() as session:
-            assert "No node with a CPU slot reports" in (session.get_one(Job, job_id).wait_reason or "")
+            assert "No node with a CPU slot reports" in session.get_one(Wait, job_id).reason
 
     def test_two_jobs_on_a_node_never_share_a_gpu(self, project_id: str) -> None:
         add_node("a", 4, accelerator="gpu")
@@ -120,6 +145,141 @@ class TestPlace:
         assert set(placed()) <= set(jobs)
         with db.write() as session:
             assert [free_slots(session, name) for name in "abcd"] == [0, 0, 0, 0]
+
+
+class TestQueue:
+    """What the scheduler writes down for those who wait."""
+
+    def test_every_waiting_job_says_where_it_stands_and_for_what(self, project_id: str) -> None:
+        add_node("a", 1)
+        jobs = [add_cpu_job(project_id, created_at=float(i)) for i in range(3)]
+        placement.place_all()
+        assert wait_of(jobs[0]) == (0, None)
+        assert [wait_of(job_id) for job_id in jobs[1:]] == [(1, "cpu_slots"), (2, "cpu_slots")]
+
+    def test_a_job_that_runs_or_ended_is_no_longer_in_it(self, project_id: str) -> None:
+        add_node("a", 1)
+        first, second, third = (add_cpu_job(project_id, created_at=float(i)) for i in range(3))
+        placement.place_all()
+        placement.claim(first, 1, 0, pid=1)
+        service.cancel_job(project_id, second)
+        placement.place_all()
+        assert [wait_of(job_id) for job_id in (first, second, third)] == [None, None, (1, "cpu_slots")]
+
+    def test_the_head_keeps_its_place_until_it_starts(self, project_id: str) -> None:
+        add_node("a", 2, accelerator="gpu")
+        small = add_gpu_job(project_id, 1)
+        placement.place_all()
+        large = add_gpu_job(project_id, 2)
+        placement.place_all()
+        assert job(large).reserved_at is not None
+        service.cancel_job(project_id, small)
+        placement.place_all()
+        assert job(large).reserved_at is None
+        assert wait_of(large) == (0, None)
+
+    def test_a_job_that_waited_longer_than_it_wanted_fails(self, project_id: str) -> None:
+        patient, hasty = add_cpu_job(project_id, max_wait_s=600), add_cpu_job(project_id, max_wait_s=60)
+        for job_id in (patient, hasty):
+            factories.update_job(job_id, queued_at=db.now() - 61)
+        placement.place_all()
+        assert job(patient).status == "queued"
+        assert job(hasty).status == "failed"
+        assert (job(hasty).error or {})["code"] == "max_wait_exceeded"
+
+    def test_one_that_a_node_is_starting_does_not(self, project_id: str) -> None:
+        add_node("a", 1)
+        job_id = add_cpu_job(project_id, max_wait_s=60)
+        placement.place_all()
+        factories.update_job(job_id, queued_at=db.now() - 61)
+        placement.place_all()
+        assert job(job_id).status == "queued"
+
+
+class TestGang:
+    def test_a_gang_holds_a_part_of_each_node_by_its_rank(self, project_id: str) -> None:
+        for name in "ab":
+            add_node(name, 2, accelerator="gpu")
+        job_id = add_gpu_job(project_id, 2, nodes=2)
+        assert placement.place_all() == 1
+        with db.write() as session:
+            columns = (Placement.node_rank, Placement.node_id, Placement.gpu_uuids)
+            held = session.execute(select(*columns).where(Placement.job_id == job_id).order_by(Placement.node_rank)).all()
+        assert [tuple(row) for row in held] == [(0, "a", ["a-0", "a-1"]), (1, "b", ["b-0", "b-1"])]
+
+    def test_where_one_node_is_taken_meanwhile_nothing_is_written(self, project_id: str) -> None:
+        for name in "ab":
+            add_node(name, 1, accelerator="gpu")
+        job_id = add_gpu_job(project_id, 1, nodes=2)
+        plan = planning.plan(placement._snapshot())
+        with db.write() as session:
+            session.execute(update(Node).where(Node.id == "b").values(free_slots=0))
+        assert [placement._try_place(decision) for decision in plan.decisions] == [False]
+        assert (placed(), job(job_id).attempt) == ([], 0)
+
+
+class TestUsage:
+    def test_a_project_is_charged_for_the_time_it_held_slots(self, project_id: str) -> None:
+        add_node("a", 4, accelerator="gpu")
+        job_id = add_gpu_job(project_id, 4)
+        placement.place_all()
+        placement.claim(job_id, 1, 0, pid=1)
+        with db.write() as session:
+            session.execute(update(Placement).values(placed_at=db.now() - 1000))
+            attempts.cancel(session, job_id, 1)
+        assert usage(project_id) == pytest.approx(4000, rel=0.02)
+
+    def test_what_was_used_is_forgiven_by_half_in_a_half_life(self, project_id: str) -> None:
+        with db.write() as session:
+            keys.charge(session, project_id, 1000.0)
+            half_life = get_settings().usage_half_life_s
+            session.execute(update(Project).where(Project.id == project_id).values(usage_at=db.now() - half_life))
+            keys.charge(session, project_id, 0.0)
+        assert usage(project_id) == pytest.approx(500, rel=0.01)
+
+
+class TestPreemption:
+    @pytest.fixture
+    def preempted(self, project_id: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+        """A running job that was asked to make room, and the one it makes room for."""
+        monkeypatch.setenv("TUNEYARD_PREEMPTION", "true")
+        get_settings.cache_clear()
+        add_node("a", 1)
+        low = add_cpu_job(project_id)
+        placement.place_all()
+        placement.claim(low, 1, 0, pid=1)
+        high = add_cpu_job(project_id, priority=5)
+        placement.place_all()
+        return low, high
+
+    def test_its_supervisor_is_asked_to_save_and_stop(self, preempted: tuple[str, str]) -> None:
+        with db.write() as session:
+            lease = attempts.renew_lease(session, preempted[0], 1, 1.0)
+        assert lease is not None
+        assert lease.pause_requested
+
+    def test_both_tell_of_it_once(self, preempted: tuple[str, str]) -> None:
+        low, high = preempted
+        placement.place_all()
+        with db.write() as session:
+            told = select(Event.message).where(Event.message.contains("priority"))
+            assert len(session.scalars(told.where(Event.job_id == low)).all()) == 1
+            assert len(session.scalars(told.where(Event.job_id == high)).all()) == 1
+
+    def test_it_waits_again_without_a_counted_try_and_the_other_starts(self, preempted: tuple[str, str]) -> None:
+        low, high = preempted
+        with db.write() as session:
+            attempts.lose(session, low, 1, "The job was asked to pause", counts=False)
+        assert (job(low).status, job(low).num_starts, job(low).preempted_by) == ("queued", 0, None)
+        placement.place_all()
+        assert placed() == [high]
+
+    def test_a_pause_asked_for_by_its_owner_still_counts(self, project_id: str, preempted: tuple[str, str]) -> None:
+        low, _ = preempted
+        factories.update_job(low, pause_requested_at=1.0)
+        with db.write() as session:
+            attempts.lose(session, low, 1, "The job was asked to pause", counts=False)
+        assert job(low).status == "paused"
 
 
 class TestClaim:
@@ -151,6 +311,31 @@ class TestClaim:
         assert placement.place_all() == 1
         assert placement.claim(job_id, 1, 0, pid=1) is None
         assert placement.claim(job_id, 3, 0, pid=1) is not None
+
+    def test_a_job_that_a_node_did_not_start_goes_to_another_one(self, project_id: str) -> None:
+        for name in "ab":
+            add_node(name, 1)
+        job_id = add_cpu_job(project_id)
+        placement.place_all()
+        with db.write() as session:
+            session.execute(update(Placement).values(placed_at=db.now() - get_settings().lease_s - 1))
+        placement.resend_lost_launches()
+        placement.place_all()
+        assert nodes_of(job_id) == ["a", "b"]
+        add_cpu_job(project_id)
+        assert placement.place_all() == 0  # the other one is busy, and this one still not trusted
+
+    def test_a_node_that_starts_a_job_is_trusted_again(self, project_id: str) -> None:
+        for name in "ab":
+            add_node(name, 1)
+        with db.write() as session:
+            session.execute(update(Node).values(distrusted_until=db.now() + 600))
+        job_id = add_cpu_job(project_id)
+        placement.place_all()
+        placement.claim(job_id, 1, 0, pid=1)
+        with db.write() as session:
+            trusted = session.scalars(select(Node.id).where(Node.distrusted_until == 0)).all()
+        assert trusted == nodes_of(job_id)
 
     def test_a_placement_that_was_given_back_starts_nothing(self, project_id: str) -> None:
         add_node("a", 1)
