@@ -7,6 +7,7 @@ TuneyardError           400 invalid_request_error
 |- NotFound             404
 |- Conflict             409, never retried by the SDK
 |- TooLarge             413
+|- QuotaExceeded        429, never retried by the SDK
 |- Unavailable          503, with Retry-After
 `- DiskFull             507, never retried by the SDK
 """
@@ -81,6 +82,17 @@ class TooLarge(TuneyardError):
     """More bytes than an operator allows."""
 
     status = 413
+
+
+class QuotaExceeded(TuneyardError):
+    """The project has used up what its operator gives it."""
+
+    status = 429
+    type = "insufficient_quota"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}
 
 
 class Unavailable(TuneyardError):

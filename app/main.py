@@ -15,6 +15,7 @@ from app import health, log, validation
 from app.errors import DiskFull, InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
+from app.keys import routes as projects
 from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
@@ -59,6 +60,7 @@ def create_app() -> FastAPI:
         secrets.router,
         nodes.router,
         nodes.operations,
+        projects.router,
         recipes.router,
         health.router,
     ):

@@ -4,10 +4,11 @@ import hashlib
 import io
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import IO, Any
 from urllib.parse import unquote
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, or_, select
 from sqlalchemy import delete as delete_rows
 from sqlalchemy.orm import Session
 
@@ -18,6 +19,7 @@ from app.files import dataset
 from app.files.tables import File
 from app.ids import new_id
 from app.jobs import queries as jobs
+from app.keys import service as keys
 from app.schemas import Order, fetch_page
 
 MAX_NAME_CHARACTERS = 255
@@ -36,6 +38,7 @@ def create_file(project_id: str, upload: IO[bytes], filename: str, purpose: str,
     try:
         status, details = _validate(upload, filename) if purpose == "fine-tune" else ("processed", None)
         with db.write() as session:
+            keys.check_storage(session, project_id, partial(stored_bytes, session, project_id), size)
             file = File(
                 id=file_id,
                 project_id=project_id,
@@ -106,6 +109,12 @@ def store_result_file(session: Session, project_id: str, filename: str, content:
     )
     session.flush()
     return file_id
+
+
+def stored_bytes(session: Session, project_id: str) -> int:
+    """What a project's files and results take in storage."""
+    files = session.scalar(select(func.sum(File.bytes)).where(File.project_id == project_id))
+    return int(files or 0) + jobs.artifact_bytes(session, project_id)
 
 
 def checked_name(filename: str) -> str:

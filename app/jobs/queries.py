@@ -93,6 +93,12 @@ def list_artifacts(connection: Connection, job_id: str) -> Sequence[Row[Any]]:
     return connection.execute(statement).all()
 
 
+def artifact_bytes(session: Session, project_id: str) -> int:
+    """What the results of a project take in storage."""
+    total = select(func.sum(Artifact.bytes)).join(Job, Job.id == Artifact.job_id).where(Job.project_id == project_id)
+    return int(session.scalar(total) or 0)
+
+
 def get_artifact(connection: Connection, job_id: str, name: str) -> Row[Any]:
     """One file of a job's result by its exact name. The name is looked up, never used as a path."""
     statement = select(*Artifact.__table__.columns).where(Artifact.job_id == job_id, Artifact.name == name)

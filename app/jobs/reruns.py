@@ -31,6 +31,7 @@ def rerun_job(project_id: str, job_id: str) -> str:
     with db.write() as session:
         _check_sources(session, job)
         service.check_resources(session, spec)
+        service.check_quotas(session, job.project_id, spec)
         return _insert(session, job, spec)
 
 

@@ -3,6 +3,7 @@
 import secrets
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from app.config import get_settings
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
+from app.files import service as files
 from app.ids import new_id
 from app.jobs import events, sources, waiting
 from app.jobs.events import NewEvent
@@ -21,6 +23,7 @@ from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
+from app.keys import service as keys
 from app.nodes import service as nodes
 from app.nodes.demand import GB, Demand
 from app.nodes.service import Offer
@@ -44,6 +47,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     if body.validation_file is not None:
         sources.check_data_source(session, project_id, body.validation_file, "validation_file")
     spec = resolve_spec(session, body)
+    check_quotas(session, project_id, spec)
     secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
     job = Job(
         id=new_id("ftjob-"),
@@ -303,6 +307,14 @@ def check_resources(session: Session, spec: TrainingSpec) -> str:
         resources = spec.resources.model_copy(update={"accelerator": accelerator})
         _refuse_impossible(Demand.of(spec.model_copy(update={"resources": resources})), offers)
     return accelerator
+
+
+def check_quotas(session: Session, project_id: str, spec: TrainingSpec) -> None:
+    """Refuse a job whose project has nothing left, or could never start it; others wait for their turn."""
+    if spec.resources.accelerator == "gpu":
+        keys.check_gpus(session, project_id, spec.world_size)
+        keys.check_gpu_hours(session, project_id, partial(nodes.gpu_hours_this_month, session, project_id))
+    keys.check_storage(session, project_id, partial(files.stored_bytes, session, project_id), 1)
 
 
 def _refuse_impossible(demand: Demand, offers: list[Offer]) -> None:

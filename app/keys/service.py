@@ -3,14 +3,16 @@
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Row, func, select
 from sqlalchemy.orm import Session
 
+from app import queue
 from app.config import get_settings
 from app.db import now
+from app.errors import InvalidRequest, NotFound, QuotaExceeded
 from app.ids import new_id
 from app.keys.tables import ApiKey, Project
 
@@ -57,6 +59,44 @@ def ensure_admin_key(session: Session, plaintext: str | None) -> str | None:
         return None if session.scalar(known) else create_key(session, DEFAULT_PROJECT_ID, "admin", plaintext, is_admin=True)
     has_keys = session.scalar(select(func.count()).select_from(ApiKey).where(ApiKey.project_id == DEFAULT_PROJECT_ID))
     return None if has_keys else create_key(session, DEFAULT_PROJECT_ID, "admin", is_admin=True)
+
+
+def update_project(session: Session, project_id: str, changes: Mapping[str, Any]) -> Project:
+    """Set weight and quotas; None lifts a quota. Raises NotFound."""
+    project = session.get(Project, project_id, with_for_update=True)
+    if project is None:
+        raise NotFound(f"There is no project `{project_id}`.", code="project_not_found", param="project_id")
+    for name, value in changes.items():
+        setattr(project, name, value)
+    session.flush()
+    queue.send_after_commit(session, "place")
+    return project
+
+
+def check_gpus(session: Session, project_id: str, gpus: int) -> None:
+    """InvalidRequest for a job that asks for more GPUs than its project may ever use at once."""
+    most = session.scalars(select(Project.max_gpus).where(Project.id == project_id)).one()
+    if most is not None and gpus > most:
+        message = f"The project may use {most} GPU(s) at once and the job needs {gpus}: set spec.parallelism to fewer."
+        raise InvalidRequest(message, code="quota_too_small", param="spec.parallelism")
+
+
+def check_gpu_hours(session: Session, project_id: str, used: Callable[[], float]) -> None:
+    """QuotaExceeded for a project whose GPU-hours of this month, which `used` counts if need be, have reached its quota."""
+    most = session.scalars(select(Project.max_gpu_hours_per_month).where(Project.id == project_id)).one()
+    if most is not None and (hours := used()) >= most:
+        message = f"The project has used {hours:.1f} of {most:g} GPU-hours this month: wait for the next, or ask its operator."
+        raise QuotaExceeded(message, code="gpu_hours_exceeded")
+
+
+def check_storage(session: Session, project_id: str, used: Callable[[], int], more: int) -> None:
+    """QuotaExceeded where `more` bytes do not fit beside those in use, which `used` counts if need be."""
+    # Locked, so that two uploads at once do not both find the last of the room.
+    limit = select(Project.max_storage_bytes).where(Project.id == project_id, Project.max_storage_bytes.is_not(None))
+    most = session.scalar(limit.with_for_update())
+    if most is not None and (kept := used()) + more > most:
+        message = f"The project keeps {kept} of {most} bytes and this needs {more} more: delete files, or ask its operator."
+        raise QuotaExceeded(message, code="storage_exceeded")
 
 
 def charge(session: Session, project_id: str, slot_seconds: float) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Select, func, select, update
+from sqlalchemy import Connection, RowMapping, Select, case, func, select, update
 from sqlalchemy.orm import Session
 
 from app import queue
@@ -139,6 +140,17 @@ def history(connection: Connection, job_id: str) -> list[dict[str, Any]]:
     times = (Placement.claimed_at.label("started_at"), Placement.released_at.label("ended_at"))
     placed = select(*columns, *times).where(Placement.job_id == job_id).order_by(Placement.attempt, Placement.node_rank)
     return [dict(row) for row in connection.execute(placed).mappings()]
+
+
+def gpu_hours_this_month(session: Session, project_id: str) -> float:
+    """What a project's jobs held of GPUs since the month began in UTC, those that run included."""
+    at = session.scalars(select(now())).one()
+    month = datetime.fromtimestamp(at, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0).timestamp()
+    began = case((Placement.placed_at < month, month), else_=Placement.placed_at)
+    held = select(func.sum(Placement.slots * (func.coalesce(Placement.released_at, at) - began)))
+    of_project = held.join(Job, Job.id == Placement.job_id).where(Job.project_id == project_id, Job.accelerator == "gpu")
+    seconds = session.scalar(of_project.where(func.coalesce(Placement.released_at, at) > month))
+    return float(seconds or 0.0) / 3600
 
 
 def release(session: Session, job_id: str, attempt: int) -> None:
