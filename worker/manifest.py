@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from app import db
+from app.jobs import history
 from app.jobs.attempts import StoredFile
 from app.jobs.tables import Job
 from app.manifests import signing
 from app.manifests.check import MANIFEST, SIGNATURE
 from app.models import naming
-from app.nodes import service as nodes
 from worker.workspace import Result, Verification, Workspace, read_json
 
 VERSION = 1
@@ -36,7 +36,7 @@ def describe(
     """Everything a reader needs to make the same result again, and to know that it is the one."""
     facts = read_json(workspace.facts)
     with db.read() as connection:
-        attempts = nodes.history(connection, job.id)
+        attempts = history.of_job(connection, job.id)
     figures = asdict(verification)
     del figures["answers"]
     return {

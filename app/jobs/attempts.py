@@ -10,8 +10,9 @@ from sqlalchemy.orm import Session
 from app.config import get_settings
 from app.db import now
 from app.ids import new_id
-from app.jobs import events, figures
+from app.jobs import events, figures, history
 from app.jobs.events import NewEvent
+from app.jobs.history import End
 from app.jobs.status import Status, switch_status
 from app.jobs.tables import Artifact, Checkpoint, Job, Metrics, Wait
 from app.models import service as models
@@ -65,7 +66,9 @@ def begin(session: Session, job_id: str) -> int:
     numbered = update(Job).where(Job.id == job_id).values(attempt=Job.attempt + 1, reserved_at=None).returning(Job.attempt)
     starting = {"position": 0, "reason": "A node is starting the job.", "blocking_resource": None, "estimated_start": None}
     session.merge(Wait(job_id=job_id, **starting))
-    return session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
+    number: int = session.execute(numbered.execution_options(synchronize_session=False)).scalar_one()
+    history.begin(session, job_id, number)
+    return number
 
 
 def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
@@ -74,6 +77,7 @@ def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
     guards = (Job.attempt == attempt, Job.status == Status.QUEUED)
     # The number moves on, so that a supervisor that comes too late finds nothing to take up.
     if events.append(session, job_id, [told], *guards, attempt=Job.attempt + 1):
+        history.end(session, job_id, attempt, End.NOT_STARTED, told.message)
         nodes.distrust(session, job_id, attempt)
         nodes.release(session, job_id, attempt)
 
@@ -88,7 +92,10 @@ def start(session: Session, job_id: str, attempt: int) -> bool:
         "num_starts": Job.num_starts + 1,
     }
     session.execute(delete(Wait).where(Wait.job_id == job_id))
-    return switch_status(session, job_id, Status.RUNNING, told, *guards, **times)
+    started = switch_status(session, job_id, Status.RUNNING, told, *guards, **times)
+    if started:
+        history.start(session, job_id, attempt)
+    return started
 
 
 def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Lease | None:
@@ -130,6 +137,7 @@ def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[
     told = [NewEvent(_step_message(record), type="metrics", data=_step_data(record)) for record in records]
     if not events.append(session, job_id, told, *_held(job_id, attempt), **progress):
         return False
+    history.pass_steps(session, job_id, attempt, records[0].step, last.step)
     merged: dict[int, dict[str, float | None]] = {}
     for record in records:
         merged.setdefault(record.step, {}).update(record.values)
@@ -242,7 +250,7 @@ def pause(session: Session, job_id: str, attempt: int) -> bool:
     told = NewEvent("Fine-tuning job paused")
     # A pause is no failed try.
     changes = {"pause_requested_at": None, "num_starts": Job.num_starts - 1}
-    return _leave(session, job_id, attempt, Status.PAUSED, told, **changes)
+    return _leave(session, job_id, attempt, Status.PAUSED, End.PAUSED, told, **changes)
 
 
 def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True) -> bool:
@@ -263,8 +271,8 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
     if counts and job.num_starts >= limit:
         return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
     told = NewEvent(f"{why}: the job is queued again", level="warn", data={"attempt": attempt})
-    starts = Job.num_starts if counts else Job.num_starts - 1
-    return _leave(session, job_id, attempt, Status.QUEUED, told, num_starts=starts)
+    starts, how = (Job.num_starts, End.LOST) if counts else (Job.num_starts - 1, End.STOPPED)
+    return _leave(session, job_id, attempt, Status.QUEUED, how, told, num_starts=starts)
 
 
 def quarantine(session: Session, job_id: str, attempt: int, node_id: str, gpu_uuids: Sequence[str]) -> bool:
@@ -283,14 +291,16 @@ def expired(connection: Connection) -> Sequence[tuple[str, int]]:
 
 
 def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
-    return _leave(session, job_id, attempt, to, told, finished_at=now(), **values)
+    return _leave(session, job_id, attempt, to, End(to), told, finished_at=now(), **values)
 
 
-def _leave(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent, **values: Any) -> bool:
+def _leave(session: Session, job_id: str, attempt: int, to: Status, how: End, told: NewEvent, **values: Any) -> bool:
     """The attempt is over: the job moves on and the slots are free, in one transaction."""
     values |= {"lease_expires_at": None, "estimated_finish": None, "preempted_by": None}
     left = switch_status(session, job_id, to, told, *_held(job_id, attempt), **values)
     if left:
+        error = values.get("error") or {"code": "worker_lost" if how == End.LOST else None, "message": told.message}
+        history.end(session, job_id, attempt, how, error["message"], error["code"])
         nodes.release(session, job_id, attempt)
     return left
 

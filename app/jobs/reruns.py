@@ -9,10 +9,10 @@ from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
 from app import db, queue, storage
-from app.errors import Conflict, InvalidRequest
+from app.errors import Conflict
 from app.files import dataset
 from app.ids import new_id
-from app.jobs import events, queries, service, sources, waiting
+from app.jobs import events, queries, service, waiting
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.status import TERMINAL, Status
@@ -29,7 +29,7 @@ def rerun_job(project_id: str, job_id: str) -> str:
     _refuse_changed_rows(job)
     spec = _pinned(TrainingSpec.model_validate(job.spec), job_id)
     with db.write() as session:
-        _check_sources(session, job)
+        service.require_sources(session, job, "run again")
         service.check_resources(session, spec)
         service.check_quotas(session, job.project_id, spec)
         return _insert(session, job, spec)
@@ -53,18 +53,6 @@ def _insert(session: Session, job: Row[Any], spec: TrainingSpec) -> str:
     events.append(session, again.id, [NewEvent(f"Created fine-tuning job: {again.id}, which repeats {job.id}")])
     queue.send_after_commit(session, "place")
     return again.id
-
-
-def _check_sources(session: Session, job: Row[Any]) -> None:
-    sources.resolve_base_model(job.model)
-    for param in ("training_file", "validation_file"):
-        if (source := getattr(job, param)) is None:
-            continue
-        try:
-            sources.check_data_source(session, job.project_id, source, param)
-        except InvalidRequest as error:
-            message = f"Job {job.id} cannot be run again, its {param} is gone: create a new job with another one."
-            raise Conflict(message, code="training_data_gone", param=param) from error
 
 
 def _refuse_changed_rows(job: Row[Any]) -> None:

@@ -11,8 +11,8 @@ from app import db, downloads, storage
 from app.auth import KeyedRoute, ProjectId
 from app.dependencies import Read, Write
 from app.errors import InvalidRequest
-from app.jobs import live, logs, queries, reruns, service
-from app.jobs.schemas import ArtifactOut, CheckpointOut, EventOut, JobCreate, JobOut, MetricsOut
+from app.jobs import history, live, logs, queries, reruns, service
+from app.jobs.schemas import ArtifactOut, AttemptOut, CheckpointOut, EventOut, JobCreate, JobOut, MetricsOut
 from app.schemas import After, ListOut
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["Fine-tuning"], route_class=KeyedRoute)
@@ -79,9 +79,9 @@ def pause_job(job_id: str, project_id: ProjectId) -> JobOut:
         return JobOut.of(queries.get_job(connection, project_id, job_id))
 
 
-@router.post("/{job_id}/resume", summary="Resume a paused job")
+@router.post("/{job_id}/resume", summary="Resume a paused or failed job")
 def resume_job(job_id: str, project_id: ProjectId) -> JobOut:
-    """The job is queued again and goes on from its last checkpoint."""
+    """The job is queued again and goes on from its last checkpoint. After a failure its tries and its time count anew."""
     service.resume_job(project_id, job_id)
     with db.read() as connection:
         return JobOut.of(queries.get_job(connection, project_id, job_id))
@@ -117,6 +117,15 @@ def list_job_checkpoints(
 ) -> ListOut[CheckpointOut]:
     rows, has_more = queries.list_checkpoints(connection, job_id, after=after, limit=limit)
     return ListOut[CheckpointOut].of([CheckpointOut.of(row) for row in rows], [row.id for row in rows], has_more=has_more)
+
+
+@router.get("/{job_id}/attempts", summary="List every try at running a job")
+def list_job_attempts(job_id: OwnJob, connection: Read) -> ListOut[AttemptOut]:
+    """Oldest first: where each ran and when, its first and last step, how and why it ended."""
+    attempts = history.of_job(connection, job_id)
+    return ListOut[AttemptOut].of(
+        [AttemptOut.of(attempt) for attempt in attempts], [str(attempt["attempt"]) for attempt in attempts]
+    )
 
 
 @router.get("/{job_id}/metrics", summary="A job's figures for a chart")

@@ -19,6 +19,7 @@ from sqlalchemy import Row
 
 from app.config import get_settings
 from app.jobs.figures import in_openais_words
+from app.jobs.history import End
 from app.jobs.spec import SecretName, TrainingSpec
 from app.jobs.tables import Artifact, Checkpoint, Event, Job
 from app.recipes import service as recipes
@@ -394,6 +395,35 @@ class ArtifactOut(BaseModel):
         return cls(
             name=artifact.name, bytes=artifact.bytes, sha256=artifact.sha256, uri=uri, created_at=int(artifact.created_at)
         )
+
+
+class AttemptNode(BaseModel):
+    """A node's part in an attempt."""
+
+    node: str
+    node_rank: int
+    slots: int
+
+
+class AttemptOut(BaseModel):
+    """One try at running a job; `end` is null while it goes on."""
+
+    object: Literal["fine_tuning.job.attempt"] = "fine_tuning.job.attempt"
+    attempt: int
+    nodes: list[AttemptNode]
+    placed_at: int
+    started_at: int | None
+    ended_at: int | None
+    first_step: int | None
+    last_step: int | None
+    end: End | None
+    code: str | None
+    message: str | None
+
+    @classmethod
+    def of(cls, attempt: dict[str, Any]) -> Self:
+        times = {name: _seconds(attempt[name]) for name in ("placed_at", "started_at", "ended_at")}
+        return cls.model_validate(attempt | times)
 
 
 class MetricsOut(BaseModel):

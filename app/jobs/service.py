@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import select
+from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
 from app import db, queue
@@ -17,8 +17,9 @@ from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
 from app.files import service as files
 from app.ids import new_id
-from app.jobs import events, sources, waiting
+from app.jobs import events, history, sources, waiting
 from app.jobs.events import NewEvent
+from app.jobs.history import End
 from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
@@ -87,7 +88,7 @@ def cancel_job(project_id: str, job_id: str) -> None:
         if job.status in (Status.QUEUED, Status.PAUSED):
             told = NewEvent("Fine-tuning job cancelled")
             switch_status(session, job_id, Status.CANCELLED, told, Job.status == job.status, finished_at=now())
-            nodes.release(session, job_id, job.attempt)
+            _take_back(session, job, End.CANCELLED, told)
         elif job.status == Status.RUNNING and job.cancel_requested_at is None:
             events.append(session, job_id, [NewEvent("Cancelling: the job saves and stops")], cancel_requested_at=now())
     _wait_while_running(job_id)
@@ -102,26 +103,59 @@ def pause_job(project_id: str, job_id: str) -> None:
         job = get_job(session, project_id, job_id)
         _refuse_ended(job, "paused")
         if job.status == Status.QUEUED:
-            switch_status(session, job_id, Status.PAUSED, NewEvent("Fine-tuning job paused"), Job.status == Status.QUEUED)
-            nodes.release(session, job_id, job.attempt)
+            told = NewEvent("Fine-tuning job paused")
+            switch_status(session, job_id, Status.PAUSED, told, Job.status == Status.QUEUED)
+            _take_back(session, job, End.PAUSED, told)
         elif job.status == Status.RUNNING and job.pause_requested_at is None:
             events.append(session, job_id, [NewEvent("Pausing: the job saves and stops")], pause_requested_at=now())
     _wait_while_running(job_id)
 
 
 def resume_job(project_id: str, job_id: str) -> None:
-    """Queue a paused job again; it goes on from its last checkpoint. On a job that waits or runs: nothing changes.
+    """Queue a paused or failed job again; it goes on from its last checkpoint. On a job that waits or runs: nothing changes.
 
-    Raises NotFound, and Conflict for a job that has ended or is still pausing.
+    Raises NotFound, and Conflict for a job that succeeded, was cancelled or is still pausing, or whose data is gone.
     """
     with db.write() as session:
         job = get_job(session, project_id, job_id)
-        _refuse_ended(job, "resumed")
+        _refuse_ended(job, "resumed", allowed=Status.FAILED)
         if job.status == Status.RUNNING and job.pause_requested_at is not None:
             raise Conflict(f"Job {job_id} is still pausing: resume it once it is paused.", code="job_pausing")
         if job.status == Status.PAUSED:
             switch_status(session, job_id, Status.QUEUED, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
             queue.send_after_commit(session, "place")
+        elif job.status == Status.FAILED:
+            _begin_anew(session, job)
+
+
+def _begin_anew(session: Session, job: Job) -> None:
+    """What a failure used up, tries and time, counts from nothing; the rows and the checkpoints are those there are."""
+    require_sources(session, job, "resumed")
+    check_quotas(session, job.project_id, TrainingSpec.stored(job.spec))
+    told = NewEvent("Fine-tuning job resumed after its failure", data={"error": job.error})
+    forgotten = {"error": None, "finished_at": None, "cancel_requested_at": None, "pause_requested_at": None}
+    changes = {"num_starts": 0, "run_seconds": 0.0, **forgotten}
+    switch_status(session, job.id, Status.QUEUED, told, Job.status == Status.FAILED, **changes)
+    queue.send_after_commit(session, "place")
+
+
+def require_sources(session: Session, job: Job | Row[Any], what: str) -> None:
+    """Conflict where a job's rows are no longer there, InvalidRequest where its base model is not."""
+    sources.resolve_base_model(job.model)
+    for param in ("training_file", "validation_file"):
+        if (source := getattr(job, param)) is None:
+            continue
+        try:
+            sources.check_data_source(session, job.project_id, source, param)
+        except InvalidRequest as error:
+            message = f"Job {job.id} cannot be {what}, its {param} is gone: create a new job with another one."
+            raise Conflict(message, code="training_data_gone", param=param) from error
+
+
+def _take_back(session: Session, job: Job, how: End, told: NewEvent) -> None:
+    """A job that leaves the queue may have been placed: no supervisor finds it any more."""
+    history.end(session, job.id, job.attempt, how, told.message)
+    nodes.release(session, job.id, job.attempt)
 
 
 def _refuse_ended(job: Job, what: str, *, allowed: Status | None = None) -> None:

@@ -30,7 +30,7 @@ def switch_status(
 ) -> bool:
     """Change the status where `guards` hold, and tell it in the same transaction; False where they do not.
 
-    The caller's guards must exclude terminal states: those never change.
+    The caller's guards must exclude terminal states: those never change, but for a failed job that its user resumes.
     """
     if to == Status.QUEUED:
         values |= {"queued_at": now()}

@@ -90,6 +90,25 @@ class Wait(Base):
     estimated_start: Mapped[float | None]
 
 
+class Attempt(Base):
+    """One try at running a job. Where it ran is in `placements`."""
+
+    __tablename__ = "attempts"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True)
+    placed_at: Mapped[float] = mapped_column(default=now())
+    started_at: Mapped[float | None]
+    ended_at: Mapped[float | None]
+    first_step: Mapped[int | None]
+    """The first and the last step that it reported."""
+    last_step: Mapped[int | None]
+    end: Mapped[str | None] = mapped_column(String(16))
+    """As `history.End` names it; NULL while it goes on."""
+    code: Mapped[str | None] = mapped_column(String(64))
+    message: Mapped[str | None] = mapped_column(Text)
+
+
 class Event(Base):
     """One line of a job's story; `seq` counts from 1 without gaps and is the id of the live stream."""
 

@@ -134,12 +134,14 @@ def is_claimed(connection: Connection, job_id: str, attempt: int) -> bool:
     return connection.execute(claimed.limit(1)).one_or_none() is not None
 
 
-def history(connection: Connection, job_id: str) -> list[dict[str, Any]]:
-    """Where and when each attempt of a job ran, oldest first."""
-    columns = (Placement.attempt, Placement.node_rank, Placement.node_id.label("node"), Placement.slots)
-    times = (Placement.claimed_at.label("started_at"), Placement.released_at.label("ended_at"))
-    placed = select(*columns, *times).where(Placement.job_id == job_id).order_by(Placement.attempt, Placement.node_rank)
-    return [dict(row) for row in connection.execute(placed).mappings()]
+def history(connection: Connection, job_id: str) -> dict[int, list[dict[str, Any]]]:
+    """Per attempt of a job where it ran: `node`, `node_rank` and `slots`, by node rank."""
+    columns = (Placement.attempt, Placement.node_rank, Placement.node_id, Placement.slots)
+    placed = select(*columns).where(Placement.job_id == job_id).order_by(Placement.attempt, Placement.node_rank)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for attempt, node_rank, node, slots in connection.execute(placed):
+        found.setdefault(attempt, []).append({"node": node, "node_rank": node_rank, "slots": slots})
+    return found
 
 
 def gpu_hours_this_month(session: Session, project_id: str) -> float:

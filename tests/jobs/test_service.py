@@ -169,8 +169,34 @@ class TestPause:
             service.resume_job(project_id, job_id)
 
     @pytest.mark.parametrize("ended", ["succeeded", "failed", "cancelled"])
-    def test_a_job_that_ended_stays_as_it_is(self, project_id: str, ended: str) -> None:
+    def test_a_job_that_ended_is_not_paused(self, project_id: str, ended: str) -> None:
         job_id = factories.create_job(project_id, status=ended)
-        for change in (service.pause_job, service.resume_job):
-            with pytest.raises(Conflict, match=f"already {ended}"):
-                change(project_id, job_id)
+        with pytest.raises(Conflict, match=f"already {ended}"):
+            service.pause_job(project_id, job_id)
+
+
+class TestResumeAfterAFailure:
+    def test_its_tries_and_its_time_count_anew(self, project_id: str) -> None:
+        add_cpu_node()
+        job_id = create(project_id).id
+        error = {"code": "time_limit_exceeded", "message": "too long", "param": None}
+        used_up = {"num_starts": 3, "run_seconds": 9e5, "finished_at": 2.0, "error": error}
+        factories.update_job(job_id, status="failed", **used_up)
+        service.resume_job(project_id, job_id)
+        with db.write() as session:
+            job = session.get_one(Job, job_id)
+            assert (job.status, job.num_starts, job.run_seconds, job.finished_at, job.error) == ("queued", 0, 0.0, None, None)
+        assert placement.place_all() == 1
+
+    @pytest.mark.parametrize("ended", ["succeeded", "cancelled"])
+    def test_any_other_end_is_final(self, project_id: str, ended: str) -> None:
+        job_id = factories.create_job(project_id, status=ended)
+        with pytest.raises(Conflict, match=f"already {ended}"):
+            service.resume_job(project_id, job_id)
+
+    def test_a_job_whose_rows_are_gone_stays_failed(self, project_id: str) -> None:
+        job_id = factories.create_job(project_id, status="failed", training_file="file-that-was-deleted")
+        with pytest.raises(Conflict) as caught:
+            service.resume_job(project_id, job_id)
+        assert (caught.value.code, caught.value.param) == ("training_data_gone", "training_file")
+        assert status(job_id) == "failed"
