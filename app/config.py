@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+DAY_S = 24 * 3600.0
+
 
 class Settings(BaseSettings):
     """Every setting of every process. Durations are seconds."""
@@ -105,6 +107,35 @@ class Settings(BaseSettings):
     )
     stop_grace_s: float = Field(
         default=60.0, gt=0, description="How long a trainer may take to save and stop before it is killed."
+    )
+
+    retention_workspaces_s: float = Field(
+        default=3 * DAY_S, ge=0, description="Per node: how long the folder of an attempt that ended stays."
+    )
+    retention_workspaces_gb: float = Field(
+        default=500.0, ge=0, description="Per node: the most disk that such folders take; the oldest go first."
+    )
+    retention_checkpoints_s: float = Field(
+        default=30 * DAY_S,
+        ge=0,
+        description="How long the checkpoints of a job that ended stay, and so from where a failed job can be resumed.",
+    )
+    retention_checkpoints_gb: float | None = Field(
+        default=None, ge=0, description="The most storage that such checkpoints take; the oldest go first. Default: no limit."
+    )
+    retention_logs_s: float = Field(
+        default=90 * DAY_S, ge=0, description="How long the trainer's logs of a job that ended stay."
+    )
+    retention_events_s: float = Field(
+        default=365 * DAY_S,
+        ge=0,
+        description="How long events and metrics of a job that ended stay; its last state always does.",
+    )
+    retention_deleted_s: float = Field(
+        default=7 * DAY_S, ge=0, description="How long the files of a deleted model stay in storage."
+    )
+    retention_orphans_s: float = Field(
+        default=7 * DAY_S, ge=0, description="How long bytes stay in storage that no row names, as a crash leaves them."
     )
 
     @property

@@ -1,7 +1,8 @@
 """Files and artifacts in a folder or an object store, through fsspec. A key is a relative path below the storage URL."""
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -62,11 +63,36 @@ def keys(prefix: str) -> list[str]:
     return sorted(path[len(root) + 1 :] for path in fs.find(f"{root}/{prefix}"))
 
 
+def folders(prefix: str) -> list[str]:
+    """The names of the folders right below `prefix`, sorted."""
+    fs, root = _store()
+    if not fs.exists(f"{root}/{prefix}"):
+        return []
+    entries = fs.ls(f"{root}/{prefix}", detail=True)
+    return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory")
+
+
+def size(prefix: str) -> int:
+    """The bytes of everything below `prefix`."""
+    fs, root = _store()
+    return int(fs.du(f"{root}/{prefix}")) if fs.exists(f"{root}/{prefix}") else 0
+
+
+def age_s(key: str) -> float:
+    """Seconds since an object was written, by its store's clock and ours; 0 where it is gone."""
+    fs, root = _store()
+    try:
+        return time.time() - float(fs.modified(f"{root}/{key}").timestamp())
+    except FileNotFoundError:
+        return 0.0
+
+
 def delete(key: str) -> None:
     """Delete an object, or everything below a prefix; nothing where there is none."""
     fs, root = _store()
-    if fs.exists(f"{root}/{key}"):
-        fs.rm(f"{root}/{key}", recursive=True)
+    with suppress(FileNotFoundError):  # somebody else deletes it at this moment
+        if fs.exists(f"{root}/{key}"):
+            fs.rm(f"{root}/{key}", recursive=True)
 
 
 def uri(key: str) -> str:

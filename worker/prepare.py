@@ -88,7 +88,7 @@ def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
         yield from (row.value for row in dataset.read_rows(path, path.name))
     else:
         with db.read() as connection:
-            file = files.get_file(connection, job.project_id, source)
+            file = files.file_of_job(connection, job.project_id, source)
         with storage.open_read(file.storage_key) as stream:
             yield from (row.value for row in dataset.read_rows(stream, file.filename))
 

@@ -9,7 +9,7 @@ from celery.signals import worker_ready, worker_shutdown
 from app.config import get_settings
 from app.nodes import placement
 from app.queue import celery
-from worker import node, ticker
+from worker import node, sweeper, ticker
 
 NODE_PREFIX = "node@"
 
@@ -31,8 +31,10 @@ def launch(job_id: str, attempt: int, node_rank: int) -> None:
 def _start_thread(sender: Any, **_: Any) -> None:
     if sender.hostname.startswith(NODE_PREFIX):
         node.start_reporting()
+        sweeper.start(sweeper.sweep_workspaces)
     else:
         ticker.start()
+        sweeper.start(sweeper.sweep_storage)
 
 
 @worker_shutdown.connect

@@ -73,7 +73,21 @@ def list_files(
 
 def get_file(connection: Connection | Session, project_id: str, file_id: str) -> Row[Any]:
     """A project's file; NotFound for any other."""
-    file = connection.execute(_visible(project_id).where(File.id == file_id)).one_or_none()
+    return _found(connection, _visible(project_id), file_id)
+
+
+def hold_file(session: Session, project_id: str, file_id: str) -> Row[Any]:
+    """The same, and nobody deletes it before the transaction ends."""
+    return _found(session, _visible(project_id).with_for_update(read=True), file_id)
+
+
+def file_of_job(connection: Connection, project_id: str, file_id: str) -> Row[Any]:
+    """A file that an unfinished job reads: it stays for that job, also when it has expired for everybody else."""
+    return _found(connection, select(*File.__table__.columns).where(File.project_id == project_id), file_id)
+
+
+def _found(connection: Connection | Session, files: Select[Any], file_id: str) -> Row[Any]:
+    file = connection.execute(files.where(File.id == file_id)).one_or_none()
     if file is None:
         raise NotFound(f"There is no file `{file_id}`.", code="file_not_found", param="file_id")
     return file
@@ -82,12 +96,42 @@ def get_file(connection: Connection | Session, project_id: str, file_id: str) ->
 def delete_file(project_id: str, file_id: str) -> None:
     """Delete a file that no unfinished job needs: first the row, then the bytes, so that no row ever lacks its bytes."""
     with db.write() as session:
-        file = get_file(session, project_id, file_id)
+        # Locked before jobs are looked at: one that is being created holds the file until it can be seen.
+        file = _found(session, _visible(project_id).with_for_update(), file_id)
         job_id = jobs.job_using_file(session, file_id)
         if job_id is not None:
             raise Conflict(f"The job `{job_id}` still uses this file: cancel it or wait for its end.", code="file_in_use")
         session.execute(delete_rows(File).where(File.id == file_id))
     storage.delete(file.storage_key)
+
+
+def sweep_expired() -> int:
+    """Delete expired files that no unfinished job needs, rows first; how many."""
+    with db.read() as connection:
+        expired = connection.execute(select(File.id).where(File.expires_at <= db.now()).order_by(File.id)).scalars().all()
+    return sum(_delete_expired(file_id) for file_id in expired)
+
+
+def _delete_expired(file_id: str) -> bool:
+    with db.write() as session:
+        locked = select(File.storage_key).where(File.id == file_id).with_for_update(skip_locked=True)
+        key = session.scalar(locked)
+        if key is None or jobs.job_using_file(session, file_id) is not None:
+            return False
+        session.execute(delete_rows(File).where(File.id == file_id))
+    storage.delete(key)
+    return True
+
+
+def sweep_orphans(older_than_s: float) -> int:
+    """Delete stored bytes that no row has named for so long, as a crash between row and bytes leaves them; how many."""
+    stored = storage.keys("files/")
+    with db.read() as connection:
+        named = {*connection.execute(select(File.storage_key)).scalars()}
+    orphans = [key for key in stored if key not in named and storage.age_s(key) > older_than_s]
+    for key in orphans:
+        storage.delete(key)
+    return len(orphans)
 
 
 def store_result_file(session: Session, project_id: str, filename: str, content: bytes) -> str:

@@ -1,5 +1,6 @@
 """Every try of a job: where it ran, how far it came, how and why it ended. Written in the transactions that change the job."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -60,6 +61,12 @@ def of_job(connection: Connection, job_id: str) -> list[dict[str, Any]]:
         }
         for row in connection.execute(statement)
     ]
+
+
+def seconds_since_end(connection: Connection, job_ids: Iterable[str]) -> dict[tuple[str, int], float | None]:
+    """Per (job, attempt) how long ago it ended; None for one that goes on."""
+    statement = select(Attempt.job_id, Attempt.number, now() - Attempt.ended_at).where(Attempt.job_id.in_(job_ids))
+    return {(job_id, number): seconds for job_id, number, seconds in connection.execute(statement)}
 
 
 def _change(session: Session, job_id: str, number: int, **values: Any) -> None:

@@ -62,7 +62,7 @@ def resolve_data_path(source: str, param: str) -> Path:
 
 def _check_file(session: Session, project_id: str, file_id: str, param: str) -> None:
     try:
-        file = files.get_file(session, project_id, file_id)
+        file = files.hold_file(session, project_id, file_id)
     except NotFound as error:
         raise InvalidRequest(f"No such file: {file_id}. Upload it first.", code="invalid_training_file", param=param) from error
     if file.purpose != "fine-tune":

@@ -75,6 +75,8 @@ class Job(Base):
     created_at: Mapped[float] = mapped_column(default=now())
     started_at: Mapped[float | None]
     finished_at: Mapped[float | None]
+    swept_until_s: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    """The age since its end up to which what it left behind has been swept."""
 
 
 class Wait(Base):

@@ -46,6 +46,11 @@ def delete_model(session: Session, project_id: str, name: str) -> None:
     session.execute(update(FineTunedModel).where(FineTunedModel.id == name).values(deleted_at=now()))
 
 
+def deleted_for(seconds: float) -> Select[Any]:
+    """The jobs whose models were deleted so long ago."""
+    return select(FineTunedModel.job_id).where(FineTunedModel.deleted_at < now() - seconds)
+
+
 def _visible(project_id: str) -> Select[Any]:
     own: list[Any] = [FineTunedModel.id, FineTunedModel.job_id, FineTunedModel.base_model, FineTunedModel.created_at]
     return select(*own, null().label("step")).where(
