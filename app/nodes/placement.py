@@ -35,34 +35,32 @@ SCHEDULER_LOCK = 0x74756E65
 
 def place_all() -> int:
     """Place every waiting job that may start now, and let the others say why they wait; how many were placed."""
-    with _turn() as is_ours:
-        if not is_ours:
-            return 0
-        placed = 0
-        while True:
-            plan = planning.plan(_snapshot())
-            started = sum(_try_place(decision) for decision in plan.decisions)
-            placed += started
-            if not plan.is_cut_off or not started:
-                break
-        if not plan.is_cut_off:
-            _tell(plan)
-        return placed
+    placed, goes_on = 0, True
+    while goes_on:
+        with _turn() as is_ours:
+            started, goes_on = _place_some() if is_ours else (0, False)
+        placed += started
+    return placed
+
+
+def _place_some() -> tuple[int, bool]:
+    """Carry one plan out; how many jobs it placed, and whether the next plan may place more."""
+    plan = planning.plan(_snapshot())
+    started = sum(_try_place(decision) for decision in plan.decisions)
+    if not plan.is_cut_off:
+        _tell(plan)
+    return started, plan.is_cut_off and started > 0
 
 
 @contextmanager
 def _turn() -> Iterator[bool]:
     """One scheduler at a time, on PostgreSQL: several would make the same plan. A writer of SQLite is alone anyway."""
-    with db.read() as connection:
-        if connection.dialect.name != "postgresql":
-            yield True
-            return
-        is_ours = bool(connection.scalar(select(func.pg_try_advisory_lock(SCHEDULER_LOCK))))
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                connection.execute(select(func.pg_advisory_unlock(SCHEDULER_LOCK)))
+    if db.get_engine().dialect.name != "postgresql":
+        yield True
+        return
+    # The lock of a transaction: a scheduler that hangs, or whose host is gone, loses it after the server's idle timeout.
+    with db.write() as session:
+        yield bool(session.scalar(select(func.pg_try_advisory_xact_lock(SCHEDULER_LOCK))))
 
 
 def _tell(plan: planning.Plan) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Select, case, func, select, update
@@ -165,7 +166,8 @@ def release(session: Session, job_id: str, attempt: int) -> None:
         .execution_options(synchronize_session=False)
     )
     slot_seconds = 0.0
-    for node_id, slots, gpu_uuids, seconds in session.execute(held).all():
+    # In order, so that two gangs that share nodes do not wait for each other in a circle.
+    for node_id, slots, gpu_uuids, seconds in sorted(session.execute(held).tuples(), key=itemgetter(0)):
         slot_seconds += slots * fair_use(seconds)
         node = session.get_one(Node, node_id, with_for_update=True, populate_existing=True)
         node.free_slots += slots - len({*gpu_uuids} & {*node.quarantined})

@@ -147,6 +147,27 @@ class TestPlace:
             assert [free_slots(session, name) for name in "abcd"] == [0, 0, 0, 0]
 
 
+class TestTurns:
+    def test_on_postgresql_a_second_scheduler_leaves_the_work_to_the_first(self, project_id: str) -> None:
+        if db.get_engine().dialect.name != "postgresql":
+            pytest.skip("a writer of SQLite is alone anyway")
+        add_node("a", 1)
+        add_cpu_job(project_id)
+        with placement._turn() as is_ours:
+            assert is_ours
+            assert placement.place_all() == 0
+        assert placement.place_all() == 1
+
+    def test_more_jobs_than_one_plan_places_are_placed_by_the_next(
+        self, project_id: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(planning, "MOST_AT_ONCE", 2)
+        add_node("a", 5)
+        jobs = [add_cpu_job(project_id, created_at=float(i)) for i in range(6)]
+        assert placement.place_all() == 5
+        assert wait_of(jobs[-1]) == (1, "cpu_slots")
+
+
 class TestQueue:
     """What the scheduler writes down for those who wait."""
 
