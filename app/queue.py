@@ -44,6 +44,8 @@ def send_after_commit(session: Session, task: str, *args: Any, queue: str = CONT
 
 @event.listens_for(Session, "after_commit")
 def _publish(session: Session) -> None:
+    if session.in_nested_transaction():  # a savepoint: nobody sees its rows yet
+        return
     messages = session.info.pop(_OUTBOX, [])
     if not messages:
         return

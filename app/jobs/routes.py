@@ -1,6 +1,7 @@
 """/v1/fine_tuning/jobs"""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -11,7 +12,7 @@ from app import db, downloads, storage
 from app.auth import KeyedRoute, ProjectId
 from app.dependencies import Read, Write
 from app.errors import InvalidRequest
-from app.jobs import history, live, logs, queries, reruns, service
+from app.jobs import history, live, logs, queries, replays, reruns, service
 from app.jobs.schemas import ArtifactOut, AttemptOut, CheckpointOut, EventOut, JobCreate, JobOut, MetricsOut
 from app.schemas import After, ListOut
 
@@ -40,8 +41,22 @@ ResumeAt = Annotated[logs.Position | None, Depends(_log_position)]
 
 
 @router.post("", summary="Create a job")
-def create_job(body: JobCreate, project_id: ProjectId, session: Write) -> JobOut:
-    return JobOut.of(service.create_job(session, project_id, body))
+def create_job(
+    body: JobCreate,
+    project_id: ProjectId,
+    session: Write,
+    response: Response,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+) -> JobOut:
+    """With an `Idempotency-Key` the same request, sent again, answers with the job that is there, and with
+    `Idempotency-Replayed: true`."""
+    create = partial(service.create_job, session, project_id, body)
+    if idempotency_key is None:
+        return JobOut.of(create())
+    job, replayed = replays.once(session, replays.Request.of(project_id, idempotency_key, body), create)
+    if replayed:
+        response.headers["Idempotency-Replayed"] = "true"
+    return JobOut.of(job)
 
 
 @router.get("", summary="List jobs")

@@ -16,6 +16,7 @@ class Job(Base):
     __table_args__ = (
         Index("ix_jobs_project_created", "project_id", "created_at", "id"),
         Index("ix_jobs_status", "status", "priority", "created_at"),
+        Index("ix_jobs_idempotency_key", "project_id", "idempotency_key", unique=True),
     )
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -34,6 +35,9 @@ class Job(Base):
     integrations: Mapped[list[Any]]
     data_sha256: Mapped[dict[str, Any] | None]
     """Per split the SHA-256 of its rows in canonical form, written by the first attempt: later ones train on the same."""
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
+    request_sha256: Mapped[str | None] = mapped_column(String(64))
+    """Of the request that came with the key."""
     rerun_of: Mapped[str | None] = mapped_column(String(64))
     """The job that this one repeats."""
     tracking: Mapped[list[Any] | None]
