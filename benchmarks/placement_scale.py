@@ -60,12 +60,10 @@ def main() -> None:
 
 def measure_decisions(most_nodes: int, most_jobs: int) -> None:
     print(
-        "Decisions on PostgreSQL, in ms. idle: a pass over a full cluster, nothing to place; cpu: of it, in this process; plan: of"
+        "Decisions on PostgreSQL, in ms. idle: a pass over a full cluster, nothing to place; cpu: of it, in this process; plan:"
     )
-    print(
-        "it, without the database. write: every position moved. placed: per placement when 20 jobs have ended, the whole pass"
-    )
-    print("counted. baseline: a pass that asks for each waiting job in turn.")
+    print("of it, without the database. write: every position moved. placed: per placement when 20 jobs have ended, the whole")
+    print("pass counted. baseline: a pass that asks for each waiting job in turn.")
     print(f"{'nodes':>6}{'queue':>7}{'idle':>8}{'cpu':>7}{'plan':>7}{'write':>7}{'placed':>8}{'baseline':>10}{'ratio':>7}")
     small_nodes, small_jobs = max(most_nodes // 10, 1), max(most_jobs // 10, 1)
     sizes = [(small_nodes, small_jobs), (small_nodes, most_jobs), (most_nodes, small_jobs), (most_nodes, most_jobs)]
