@@ -167,7 +167,7 @@ def release(session: Session, job_id: str, attempt: int) -> None:
     )
     slot_seconds = 0.0
     # In order, so that two gangs that share nodes do not wait for each other in a circle.
-    for node_id, slots, gpu_uuids, seconds in sorted(session.execute(held).tuples(), key=itemgetter(0)):
+    for node_id, slots, gpu_uuids, seconds in sorted(session.execute(held), key=itemgetter(0)):
         slot_seconds += slots * fair_use(seconds)
         node = session.get_one(Node, node_id, with_for_update=True, populate_existing=True)
         node.free_slots += slots - len({*gpu_uuids} & {*node.quarantined})
