@@ -2,8 +2,9 @@
 
     python -m benchmarks.host_memory [--ranks 1 2 4]
 
-Counts what the ranks hold while they load and train (LoRA, one step, DDP on CPU): the sum of their proportional shares (Pss),
-in which a page that several ranks map counts once. What the libraries take is measured with a tiny model and taken off.
+Counts the most that the ranks hold while they load, and until they begin to export (LoRA, one step, DDP on CPU; on a GPU host
+a step takes GPU memory instead): the sum of their proportional shares (Pss), in which a page that several ranks map counts
+once. What the libraries take is measured with a tiny model and taken off.
 """
 
 import argparse
@@ -33,17 +34,18 @@ def main() -> None:
         size = build_gpt_oss(folder / "mid", layers=8, hidden=768, experts=16)
         (folder / "train.jsonl").write_text('{"text": "Short rows, so that activations take nothing."}\n' * 8)
         print(f"model: {size / 1e6:.0f} MB in bfloat16")
-        print("ranks  without copy  x model   with copy  x model")
+        print("           without copy, x model     with copy, x model")
+        print("ranks      loading   and a step    loading   and a step")
         for number in ranks:
             peak(folder, "mid", 1, cached=True)  # writes the copy, which is no part of any run after the first
             libraries = peak(folder, "tiny", number, cached=False)
-            plain, cached = (peak(folder, "mid", number, cached=cached) - libraries for cached in (False, True))
-            figures = f"{plain / 1e6:9.0f} MB {plain / size:8.2f}  {cached / 1e6:7.0f} MB {cached / size:8.2f}"
-            print(f"{number:5d}  {figures}", flush=True)
+            plain, cached = (peak(folder, "mid", number, cached=cached) for cached in (False, True))
+            held = [(most - taken) / size for peaks in (plain, cached) for most, taken in zip(peaks, libraries, strict=True)]
+            print(f"{number:5d}   " + "  ".join(f"{figure:10.2f}" for figure in held), flush=True)
 
 
-def peak(folder: Path, model: str, ranks: int, *, cached: bool) -> int:
-    """The most that all ranks together held before they began to export, in bytes."""
+def peak(folder: Path, model: str, ranks: int, *, cached: bool) -> tuple[int, int]:
+    """The most that all ranks together held before they began to train, and before they began to export, in bytes."""
     workspace = Path(tempfile.mkdtemp(dir=folder))
     spec = {
         "model": {"name_or_path": str(folder / model), "dtype": "bfloat16"},
@@ -60,14 +62,16 @@ def peak(folder: Path, model: str, ranks: int, *, cached: bool) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "worker.trainer.train"]
     with (workspace / "out").open("w") as out:
         agent = subprocess.Popen([*command, str(workspace)], env=environment, stdout=out, stderr=out)
-        highest = 0
+        loading = highest = 0
         while agent.poll() is None:
             if not (workspace / "export").exists():
-                highest = max(highest, sum(_pss(child) for child in psutil.Process(agent.pid).children()))
+                held = sum(_pss(child) for child in psutil.Process(agent.pid).children())
+                highest = max(highest, held)
+                loading = loading if (workspace / "log.jsonl").exists() else highest
             time.sleep(POLL_S)
     if agent.returncode != 0:
         raise SystemExit((workspace / "out").read_text()[-4000:])
-    return highest
+    return loading, highest
 
 
 def _pss(process: psutil.Process) -> int:

@@ -39,14 +39,17 @@ def build_trainer(
         allow_fsdp_on_cpu()
     build = {"dpo": _dpo_trainer, "kto": _kto_trainer, "orpo": _orpo_trainer}.get(spec.method, _supervised_trainer)
     trainer = build(spec, workspace, model, tokenizer, data)
-    share_frozen_weights(model)
+    share_frozen_weights(trainer, model)
     check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
     return trainer
 
 
-def share_frozen_weights(model: nn.Module) -> None:
+def share_frozen_weights(trainer: Trainer, model: nn.Module) -> None:
     """Keep DDP from broadcasting weights that nobody trains: every rank has read the same files, and writing them again would
-    turn pages that the ranks of a host share into a copy of the model for each."""
+    turn pages that the ranks of a host share into a copy of the model for each. On CPU accelerate's move to the device would
+    do the same."""
+    if trainer.accelerator.device.type == "cpu":
+        trainer.accelerator.device_placement = False
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)  # type: ignore[no-untyped-call]
 

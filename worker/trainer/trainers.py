@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
+from torch import nn
 from torch.nn import functional
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -23,6 +24,11 @@ class Trainer(transformers.Trainer):
     """Tokens that carried loss since the job's first step, over all ranks."""
     padding_free = False
     aux_loss_enabled = False
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """torch takes cpu:1 for another device than cpu: moving there would copy what the ranks of a host map and share."""
+        if device.type != "cpu":
+            super()._move_model_to_device(model, device)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
         """The batches of one step, counted before they are trained on."""
