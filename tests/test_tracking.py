@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from mlflow import MlflowClient
 from openai import BadRequestError
@@ -17,7 +18,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 from tests import tiny
 from tests.servers import free_port
-from tests.service import Service, running, wait_until
+from tests.service import Service, processes_of, running, trainer_processes_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +181,52 @@ def test_a_server_that_is_away_is_a_warning_and_gets_everything_later(
     assert run.info.status == "FINISHED"
     assert len(MlflowClient(away.url).get_metric_history(run.info.run_id, "loss")) == 8
     assert len([told for told in _told(service, job_id) if "is tried again" in told]) == 1
+
+
+def test_a_tracker_that_is_killed_goes_on_where_it_was(
+    service: Service, model: Path, training_file: str, mlflow_server: MlflowServer
+) -> None:
+    spec = SPEC | {"training": {"max_steps": 150, "per_device_train_batch_size": 4}}
+    job_id = _create(service, model, training_file, spec, register_as="main.default.killed")
+    client = MlflowClient(mlflow_server.url)
+    wait_until(lambda: "run_id" in _run_of(service, job_id), "the run is known")
+    service.wait_for_step(job_id, 3)
+    with _held(trainer_processes_of(job_id)):
+        _tracker_of(job_id).kill()
+        wait_until(lambda: _is_running(job_id), "the node has started it again")
+        second = _tracker_of(job_id)
+        second.suspend()
+    assert service.wait_for_end(job_id).status == "succeeded"
+    run_id = _run_of(service, job_id)["run_id"]
+    assert client.get_run(run_id).info.status == "RUNNING"
+    second.kill()  # nobody but the node is left to notice
+    _wait_for_run(service, job_id, mlflow_server)
+    figures = client.get_run(run_id).data.metrics
+    for name in figures:
+        assert [metric.step for metric in client.get_metric_history(run_id, name)] == list(range(1, 151)), name
+    assert [metric.value for metric in client.get_metric_history(run_id, "loss")] == service.losses(job_id)
+    assert {file.path for file in client.list_artifacts(run_id)} == {"model", "result"}
+    assert _run_of(service, job_id)["model_version"] == "1"
+    wait_until(lambda: not _is_running(job_id), "the tracker has ended")
+    assert list((service.data_dir / "workspace" / "trackers").glob(f"{job_id}.*")) == []
+
+
+@contextlib.contextmanager
+def _held(processes: list[psutil.Process]) -> Iterator[None]:
+    """Processes that do not move during the block."""
+    for process in processes:
+        process.suspend()
+    yield
+    for process in processes:
+        process.resume()
+
+
+def _tracker_of(job_id: str) -> psutil.Process:
+    return next(process for process in processes_of(job_id) if "worker.tracking" in process.cmdline())
+
+
+def _is_running(job_id: str) -> bool:
+    return any("worker.tracking" in process.cmdline() for process in processes_of(job_id))
 
 
 def test_a_cancelled_job_is_a_killed_run(

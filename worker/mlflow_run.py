@@ -34,26 +34,32 @@ class MlflowRun:
         self.job = job
         self.wanted = wanted
         self.facts = {"type": "mlflow"} | facts
-        self._last_step: int | None = None
+        self._last_steps: dict[str, int] | None = None
 
-    def open(self) -> None:
-        """Make the run, or find it again with the last step that it has. Any part of it may be repeated."""
-        if self._last_step is not None:
-            return
+    def open(self) -> bool:
+        """Make the run, or find it again with the last step of each figure. May be repeated; False when it was open."""
+        if self._last_steps is not None:
+            return False
         if "run_id" not in self.facts:
             self._create()
         params = [Param(name, text[:MAX_PARAM_CHARACTERS]) for name, text in flat(self.job.spec)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self.client.log_batch(self.facts["run_id"], params=params[start : start + PARAMS_AT_ONCE])
-        history = self.client.get_metric_history(self.facts["run_id"], "loss")
-        self._last_step = max((metric.step for metric in history), default=0)
+        known = self.client.get_run(self.facts["run_id"]).data
+        self._last_steps = {metric.key: metric.step for metric in known._metric_objs}
+        return True
 
     def log_steps(self, lines: list[dict[str, Any]]) -> None:
         """Every figure of every step that is not there yet."""
-        after = self._last_step or 0
-        metrics = [metric for line in lines if line["step"] > after for metric in _metrics(line)]
+        last = self._last_steps or {}
+        figures = (metric for line in lines for metric in _metrics(line))
+        # An evaluation's line repeats what its step's line has said of the epoch and the tokens.
+        new = {(metric.key, metric.step): metric for metric in figures if metric.step > last.get(metric.key, 0)}
+        metrics = list(new.values())
         for start in range(0, len(metrics), METRICS_AT_ONCE):
-            self.client.log_batch(self.facts["run_id"], metrics=metrics[start : start + METRICS_AT_ONCE])
+            batch = metrics[start : start + METRICS_AT_ONCE]
+            self.client.log_batch(self.facts["run_id"], metrics=batch)
+            last |= {metric.key: metric.step for metric in batch}
 
     def hand_over(self, workspace: Workspace, names: list[str]) -> None:
         """Upload the result, as a model that `mlflow.transformers.load_model` loads, and register it where that is asked."""
@@ -89,6 +95,9 @@ class MlflowRun:
             if error.error_code not in ("RESOURCE_ALREADY_EXISTS", "ALREADY_EXISTS"):
                 raise
         run_id = self.facts["run_id"]
+        for version in self.client.search_model_versions(f"name = '{name}'"):
+            if version.run_id == run_id:  # from before this process was started again
+                return str(version.version)
         source = f"{self.client.get_run(run_id).info.artifact_uri}/{MODEL}"
         # With the folder at hand a registry that copies (Unity Catalog does) need not download what was just uploaded.
         version = self.client._create_model_version(

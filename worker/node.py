@@ -16,7 +16,7 @@ from app.config import get_settings
 from app.jobs import attempts
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
-from worker import gpus, launch
+from worker import gpus, launch, tracking
 from worker.workspace import Run
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def _report_for_ever() -> None:
                 kill_stale_attempts()
             registered = True
             report_dead_supervisors()
+            tracking.start_again()
         except Exception:  # the database is away: go on reporting, it comes back
             log.warning("node report failed; trying again", exc_info=True)
             registered = False  # it may have been away for long: the two sides compare what they know

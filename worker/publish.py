@@ -1,5 +1,6 @@
 """From a finished run to a result: store the export, prove the stored files, sign a manifest, record the end beside them."""
 
+import contextlib
 import csv
 import io
 import json
@@ -32,10 +33,15 @@ CSV_COLUMNS = {
 def publish(workspace: Workspace, run: Run, job: Job, result: Result, verify: Callable[[Path], None]) -> Outcome:
     """Store the export and prove it from what was stored; JobFailed(artifact_verification_failed) where it does not hold.
 
-    `verify` reloads a folder of stored files and writes verification.json.
+    `verify` reloads a folder of stored files and writes verification.json. What is not proven does not stay in storage.
     """
-    stored = [_store(path, workspace.export, run) for path in sorted(workspace.export.rglob("*")) if path.is_file()]
-    verification = _prove(workspace, run, verify)
+    try:
+        stored = [_store(path, workspace.export, run) for path in sorted(workspace.export.rglob("*")) if path.is_file()]
+        verification = _prove(workspace, run, verify)
+    except Exception:
+        with contextlib.suppress(OSError):  # why the attempt ends matters more
+            storage.delete(_artifacts_key(run))
+        raise
     manifest = write_manifest(workspace, job, result, verification, stored)
     stored += [_store(path, workspace.export, run) for path in manifest]
     outcome = Outcome(

@@ -108,7 +108,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     heartbeat.raise_if_stopped()
     try:
         process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids, secrets)
-        _tolerating_outage(partial(tracking.start_all, run, job, workspace))
+        _tolerating_outage(partial(tracking.start_all, run, job))
         _follow(process, run, heartbeat, reporter)
         result = _result_of(workspace)
         _tell(run, "Training has finished: storing and verifying the result")

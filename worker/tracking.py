@@ -3,9 +3,11 @@
     python -m worker.tracking JOB ATTEMPT INDEX
 
 whatever the tracker does, the training neither waits for it nor fails. It outlives the supervisor until the result is handed
-over.
+over. Until then a file on the node stands for it, which it holds locked: a node that finds one without a holder starts the
+tracker again. Only MLflow is told this way; the trainer's own reporters tell the others (worker/trainer/trackers.py).
 """
 
+import fcntl
 import logging
 import os
 import subprocess
@@ -33,51 +35,77 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 LONGEST_PAUSE_S = 30.0
+RESTART_PAUSE_S = 5.0  # between two starts of a tracker that dies at once
 # The client's own defaults wait for minutes on a server that is away; we try again ourselves, and say so.
 CLIENT_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "GIT_PYTHON_REFRESH": "quiet"}
 
 
-def start_all(run: Run, job: Job, workspace: Workspace) -> None:
+def start_all(run: Run, job: Job) -> None:
     """Start a tracker per integration of the job. One that cannot start is a warning, never the job's failure."""
     for index, integration in enumerate(job.integrations):
+        if integration["type"] == "mlflow":
+            _file_of(run, index).parent.mkdir(parents=True, exist_ok=True)
+            _file_of(run, index).touch()
+            _start(run, index, job)
+
+
+def start_again() -> None:
+    """Start the trackers of this node that died before they were done: with `tuneyard up`, with the machine, by a signal."""
+    for path in _folder().glob("*.*.*"):
+        job_id, attempt, index = path.name.split(".")
+        try:
+            if time.time() - path.stat().st_mtime > RESTART_PAUSE_S:
+                _start(Run(job_id, int(attempt)), int(index), _job_of(job_id))
+        except FileNotFoundError:  # it came to its end meanwhile
+            continue
+
+
+def _start(run: Run, index: int, job: Any) -> None:
+    """Start the tracker unless it runs. It inherits the lock on its file, which nothing but its death opens."""
+    path = _file_of(run, index)
+    with path.open("r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        os.utime(path)  # FileNotFoundError where it has just come to its end
         try:
             with db.read() as connection:
-                secrets = reveal(connection, job.project_id, _settings_of(integration)["secrets"])
+                secrets = reveal(connection, job.project_id, _settings_of(job.integrations[index])["secrets"])
         except NotFound as error:
-            _tell(run, f"{integration['type']} is not told about this job: {error.message}", "warn")
-            continue
-        _start(run, index, workspace, secrets)
-
-
-def _start(run: Run, index: int, workspace: Workspace, secrets: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "worker.tracking", run.job_id, str(run.attempt), str(index)]
-    with (workspace.root / "tracking.log").open("ab") as output:
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | CLIENT_LIMITS | secrets,
-            start_new_session=True,
-        )
+            _tell(run, f"mlflow is not told about this job: {error.message}", "warn")
+            path.unlink()
+            return
+        workspace = _workspace_of(run)
+        workspace.root.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "worker.tracking", run.job_id, str(run.attempt), str(index)]
+        with (workspace.root / "tracking.log").open("ab") as output:
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | CLIENT_LIMITS | secrets,
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),
+            )
 
 
 def main() -> None:
     """One integration of one attempt, to its end."""
     run, index = Run(sys.argv[1], int(sys.argv[2])), int(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s job={run.job_id} %(message)s")
-    workspace = Workspace(get_settings().resolved_workspace_dir / run.job_id / str(run.attempt))
-    with db.read() as connection:
-        row = connection.execute(select(*queries.JOB).where(Job.id == run.job_id)).one()
-    integration = row.integrations[index]
-    redactor = Redactor(os.environ[variable] for variable in _settings_of(integration)["secrets"])
+    job = _job_of(run.job_id)
+    settings = _settings_of(job.integrations[index])
+    redactor = Redactor(os.environ[variable] for variable in settings["secrets"])
     try:
         from worker.mlflow_run import MlflowRun  # here, so that a node without MLflow can say what it lacks
     except ImportError:
         _tell(run, "mlflow is not told about this job: install it on the node (the extra `tracking`).", "warn")
-        return
-    recorded = (row.tracking or [{}] * (index + 1))[index]
-    follow(run, Outage(run, redactor), MlflowRun(row, _settings_of(integration), recorded), index, workspace)
+    else:
+        recorded = (job.tracking or [{}] * (index + 1))[index]
+        follow(run, Outage(run, redactor), MlflowRun(job, settings, recorded), index, _workspace_of(run))
+    _file_of(run, index).unlink(missing_ok=True)
 
 
 def follow(run: Run, outage: "Outage", tracker: Any, index: int, workspace: Workspace) -> None:
@@ -92,7 +120,8 @@ def follow(run: Run, outage: "Outage", tracker: Any, index: int, workspace: Work
                 ended_at = time.monotonic()
             if attempt != run.attempt:
                 return
-            tracker.open()
+            if tracker.open():
+                tracker.log_steps(_earlier_steps(run))
             recorded = _record(run.job_id, index, tracker.facts, recorded)
             new, position = lines.peek()
             tracker.log_steps(new)
@@ -152,6 +181,36 @@ def _tell(run: Run, message: str, level: Any) -> None:
 def _reason(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0][:300] if text else type(error).__name__
+
+
+def _earlier_steps(run: Run) -> list[dict[str, Any]]:
+    """What earlier attempts reported, in the form of the trainer's lines: their trackers may have died with some of it."""
+    with db.read() as connection:
+        rows = queries.steps_before(connection, run.job_id, run.attempt)
+    apart = ("epoch", "tokens_per_second")
+    return [
+        {"step": row.step, "at": row.created_at, "trained_tokens": None}
+        | {name: row.values.get(name) for name in apart}
+        | {"values": {name: value for name, value in row.values.items() if name not in apart}}
+        for row in rows
+    ]
+
+
+def _job_of(job_id: str) -> Any:
+    with db.read() as connection:
+        return connection.execute(select(*queries.JOB).where(Job.id == job_id)).one()
+
+
+def _workspace_of(run: Run) -> Workspace:
+    return Workspace(get_settings().resolved_workspace_dir / run.job_id / str(run.attempt))
+
+
+def _folder() -> Path:
+    return get_settings().resolved_workspace_dir / "trackers"
+
+
+def _file_of(run: Run, index: int) -> Path:
+    return _folder() / f"{run.job_id}.{run.attempt}.{index}"
 
 
 def _standing(job_id: str) -> tuple[str, int]:

@@ -71,6 +71,13 @@ def standing(connection: Connection, job_id: str) -> tuple[int, bool]:
     return (0, True) if job is None else (job.attempt, job.status in TERMINAL)
 
 
+def steps_before(connection: Connection, job_id: str, attempt: int) -> Sequence[Row[Any]]:
+    """The figures that attempts before this one reported, by step."""
+    columns = (Metrics.step, Metrics.values, Metrics.created_at)
+    statement = select(*columns).where(Metrics.job_id == job_id, Metrics.attempt < attempt).order_by(Metrics.step)
+    return connection.execute(statement).all()
+
+
 def list_checkpoints(connection: Connection, job_id: str, *, after: str | None, limit: int) -> tuple[Sequence[Row[Any]], bool]:
     """One page of a job's checkpoints, newest first."""
     statement = select(*Checkpoint.__table__.columns).where(Checkpoint.job_id == job_id)
