@@ -8,6 +8,7 @@ from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from app.jobs.spec import TrainingSpec
 
@@ -55,7 +56,7 @@ def test_the_tree_lists_every_folder_at_the_top() -> None:
 
 
 def test_the_api_guide_has_every_field_of_the_spec_with_its_default() -> None:
-    rows = re.findall(r"^\| `([a-z_.0-9]+)` \| .*? \| (none|`.*?`) \| (.*) \|$", read("docs/api.md"), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z_.0-9]+)` \| .*? \| (none|required|`.*?`) \| (.*) \|$", read("docs/api.md"), re.MULTILINE)
     documented = {name: (default, meaning) for name, default, meaning in rows}
     assert documented == {name: (shown(field.default), field.description or "") for name, field in spec_fields()}
 
@@ -77,4 +78,6 @@ def _is_model(kind: object) -> bool:
 
 
 def shown(default: object) -> str:
+    if default is PydanticUndefined:
+        return "required"
     return "none" if default in (None, "") else f"`{json.dumps(default)}`"

@@ -46,6 +46,11 @@ def start_verifier(
     return _start(["-m", "worker.trainer.verify", str(workspace.root), str(export)], workspace, run, gpu_uuids, secrets)
 
 
+def start_hub_push(workspace: Workspace, run: Run, secrets: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the push of the exported files to the Hub."""
+    return _start(["-m", "worker.hub", str(workspace.root), run.job_id], workspace, run, [], secrets)
+
+
 def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
     """Kill every process of the attempt on this machine and see them gone; False if one is still there after `wait_s`."""
     deadline = time.monotonic() + wait_s

@@ -15,6 +15,7 @@ from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.manifests.check import sha256_of
+from worker import tracking
 from worker.failures import JobFailed
 from worker.heartbeat import Heartbeat
 from worker.workspace import Run, Workspace, write_json
@@ -29,6 +30,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     Raises JobFailed(invalid_training_file) for rows that cannot be used, Stopped when the job is to end.
     """
     write_json(workspace.spec, spec.model_dump(mode="json"))
+    write_json(workspace.reports, tracking.reports_of(job))
     counts = {"training": _write_rows(job.training_file, "training_file", job, workspace.train_data, heartbeat)}
     if job.validation_file is not None:
         target = workspace.validation_data

@@ -66,6 +66,14 @@ def finished_before(run: Run) -> Outcome | None:
     return Outcome(**record | {"artifacts": [StoredFile(**artifact) for artifact in record["artifacts"]]})
 
 
+def fetch(outcome: Outcome, workspace: Workspace) -> None:
+    """The result's files below workspace.export, where an earlier attempt has made them."""
+    for artifact in outcome.artifacts:
+        path = workspace.export / artifact.name
+        if not path.exists():
+            storage.get(artifact.storage_key, path)
+
+
 def _store(path: Path, export: Path, run: Run) -> StoredFile:
     name = str(path.relative_to(export))
     key = f"{_artifacts_key(run)}/{name}"

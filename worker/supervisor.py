@@ -37,7 +37,7 @@ from worker.failures import JobFailed, failure_of, last_line
 from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.redaction import Redactor
 from worker.reporter import Reporter
-from worker.workspace import Result, Run, Workspace, read_json
+from worker.workspace import HubPush, Result, Run, Workspace, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat:
     """Do the work; whatever happens becomes the one way the attempt ends."""
     try:
         outcome = publish.finished_before(run) or _work(run, placement, workspace, heartbeat)
+        _push(run, workspace, heartbeat, outcome)
         return lambda session: attempts.succeed(session, run.job_id, run.attempt, outcome)
     except Stopped as stopped:
         return _end_of_stop(run, stopped.reason)
@@ -145,6 +146,61 @@ def _verify(
         raise Stopped("crashed")
     if process.returncode > 0:
         raise JobFailed("internal_error", f"The stored files could not be reloaded: {last_line(workspace.trainer_log)}.")
+
+
+def _push(run: Run, workspace: Workspace, heartbeat: Heartbeat, outcome: attempts.Outcome) -> None:
+    """Push the proven result to the Hub where the job asks for that. A push that fails is a warning: the result is there.
+
+    What stops the attempt for good stops the push only; after any other stop a later attempt pushes.
+    """
+    job = _load_job(run)
+    spec = TrainingSpec.stored(job.spec)
+    if spec.export.hub is None:
+        return
+    try:
+        pushed = _try_to_push(run, workspace, heartbeat, outcome, spec, _secrets_of(job, spec))
+    except Stopped as stopped:
+        if stopped.reason not in ("cancel", "time_limit"):
+            raise
+        pushed = HubPush(False, "The job was asked to end while it pushed.", "hub_push_stopped")
+    except JobFailed as error:
+        pushed = HubPush(False, error.message, error.code)
+    except Exception as error:
+        log.exception("the push failed")
+        pushed = HubPush(False, f"The service failed while it pushed: {type(error).__name__}.", "internal_error")
+    _tolerating_outage(partial(_tell_push, run, spec.export.hub.repo_id, pushed))
+
+
+def _try_to_push(
+    run: Run,
+    workspace: Workspace,
+    heartbeat: Heartbeat,
+    outcome: attempts.Outcome,
+    spec: TrainingSpec,
+    secrets: dict[str, str],
+) -> HubPush:
+    publish.fetch(outcome, workspace)
+    write_json(workspace.spec, spec.model_dump(mode="json"))  # an attempt that only pushes has none yet
+    workspace.hub.unlink(missing_ok=True)
+    process = launch.start_hub_push(workspace, run, secrets)
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            heartbeat.raise_if_stopped()
+    finally:
+        launch.kill_attempt(run)
+        Redactor(secrets.values()).clean(workspace.root, "trainer.log", "hub.json")
+    if not workspace.hub.exists():
+        return HubPush(False, "The process that pushed was killed.", "internal_error")
+    return HubPush(**read_json(workspace.hub))
+
+
+def _tell_push(run: Run, repo_id: str, pushed: HubPush) -> None:
+    data = {"repo_id": repo_id, "code": pushed.code, "url": pushed.url, "commit": pushed.commit}
+    what = f"Pushed to {pushed.url}" if pushed.ok else f"The result was not pushed to {repo_id}: {pushed.message}"
+    told = NewEvent(what, "info" if pushed.ok else "warn", data={"hub": data})
+    with db.write() as session:
+        attempts.tell(session, run.job_id, run.attempt, [told])
 
 
 def _result_of(workspace: Workspace) -> Result:

@@ -8,6 +8,7 @@ tracker again. Only MLflow is told this way; the trainer's own reporters tell th
 """
 
 import fcntl
+import importlib.util
 import logging
 import os
 import subprocess
@@ -27,13 +28,15 @@ from app.jobs.events import NewEvent
 from app.jobs.status import TERMINAL, Status
 from app.jobs.tables import Job
 from app.secrets.service import reveal
+from worker.failures import JobFailed
 from worker.redaction import Redactor
 from worker.reporter import LineFile
-from worker.workspace import Run, Workspace
+from worker.workspace import Reports, Run, Workspace
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+REPORTERS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}  # any of the packages will do
 LONGEST_PAUSE_S = 30.0
 RESTART_PAUSE_S = 5.0  # between two starts of a tracker that dies at once
 # The client's own defaults wait for minutes on a server that is away; we try again ourselves, and say so.
@@ -41,12 +44,28 @@ CLIENT_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TI
 
 
 def start_all(run: Run, job: Job) -> None:
-    """Start a tracker per integration of the job. One that cannot start is a warning, never the job's failure."""
+    """Start a tracker per integration of the job that has one. One that cannot start is a warning, never the job's failure."""
     for index, integration in enumerate(job.integrations):
         if integration["type"] == "mlflow":
             _file_of(run, index).parent.mkdir(parents=True, exist_ok=True)
             _file_of(run, index).touch()
             _start(run, index, job)
+        if integration["type"] == "wandb":
+            wandb = integration["wandb"]
+            _record(
+                job.id, index, {"type": "wandb", "run_id": job.id} | {name: wandb[name] for name in ("project", "entity")}, None
+            )
+
+
+def reports_of(job: Job) -> Reports:
+    """What the trainer itself is to tell. JobFailed(tracker_not_installed) where this node lacks the package for it."""
+    kinds = {integration["type"]: integration for integration in job.integrations}
+    for kind, packages in REPORTERS.items():
+        if kind in kinds and not any(importlib.util.find_spec(package) for package in packages):
+            message = f"The node lacks the package `{packages[-1]}`: install it there, or leave the integration out."
+            raise JobFailed("tracker_not_installed", message, "integrations")
+    wandb = kinds["wandb"]["wandb"] if "wandb" in kinds else None
+    return Reports(run_id=job.id, tensorboard="tensorboard" in kinds, wandb=wandb)
 
 
 def start_again() -> None:

@@ -2,6 +2,7 @@
 
     <root>/<job>/<attempt>/
         spec.json            the resolved TrainingSpec                         written by the supervisor
+        reports.json         Reports: the trackers that the trainer itself tells  written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
@@ -9,11 +10,13 @@
         checkpoints.jsonl    CheckpointLine per complete checkpoint            written by rank 0
         log.jsonl            LogLine: facts for the job's event list           written by rank 0
         checkpoints/checkpoint-N/   resumable state
+        tensorboard/         TensorBoard's event files, where the job asks for them
         export/adapter/ or export/model/   the artifact, in standard PEFT or transformers layout
         probe.safetensors    input_ids [1, T] and the live model's fp32 logits [1, T, V]
         result.json          Result: written last; without it the run did not finish
         facts.json           base files, libraries, hardware: what the manifest needs of the run
         verification.json    Verification: written by worker.trainer.verify in a fresh process
+        hub.json             HubPush: written by worker.hub, where the result goes to the Hub
         failure.json         Failure: a cause the trainer knows a name for; the first rank to fail writes it
         error.json           torch elastic's record of the first failing rank
         trainer.log          stdout and stderr of all ranks
@@ -41,6 +44,14 @@ class Workspace:
     @property
     def spec(self) -> Path:
         return self.root / "spec.json"
+
+    @property
+    def reports(self) -> Path:
+        return self.root / "reports.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
 
     @property
     def train_data(self) -> Path:
@@ -91,6 +102,10 @@ class Workspace:
         return self.root / "verification.json"
 
     @property
+    def hub(self) -> Path:
+        return self.root / "hub.json"
+
+    @property
     def failure(self) -> Path:
         return self.root / "failure.json"
 
@@ -116,6 +131,16 @@ class StopRequest:
     """Why the trainer should save and stop at the end of its step."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Trackers that the trainer itself tells. `wandb` holds project, entity, name and tags, as OpenAI's wire has them."""
+
+    run_id: str
+    """The same in every attempt, so that a tracker knows the run again."""
+    tensorboard: bool = False
+    wandb: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +215,17 @@ class Verification:
     """What rounding alone costs: base and adapter merged afresh, rounded to the exported type, against the live model."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """Per `evaluation.prompts` entry: {"messages": [...], "base": str, "tuned": str}."""
+
+
+@dataclass(frozen=True)
+class HubPush:
+    """What became of the push to the Hugging Face Hub. `code` is stable; `url` is that of the commit."""
+
+    ok: bool
+    message: str
+    code: str | None = None
+    url: str | None = None
+    commit: str | None = None
 
 
 def write_json(path: Path, value: Any) -> None:

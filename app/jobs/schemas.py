@@ -110,19 +110,25 @@ class MethodRequest(RequestModel):
 
 
 class WandbRequest(RequestModel):
-    """A Weights & Biases run. The API key is the operator's; it is never sent here."""
+    """A Weights & Biases run. The API key is a named secret; it is never sent here."""
 
     project: str = Field(min_length=1, max_length=128)
-    name: str | None = Field(default=None, max_length=128)
-    entity: str | None = Field(default=None, max_length=128)
-    tags: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=50)
+    name: str | None = Field(default=None, min_length=1, max_length=128, description="Default: the job's id.")
+    entity: str | None = Field(default=None, min_length=1, max_length=128, description="Team or user. Default: the key's own.")
+    tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(default=[], max_length=50)
 
 
 class WandbIntegration(RequestModel):
-    """Weights & Biases: known, and not offered yet."""
+    """Weights & Biases."""
 
     type: Literal["wandb"]
     wandb: WandbRequest
+
+
+class TensorBoardIntegration(RequestModel):
+    """TensorBoard: its event files are among the job's artifacts."""
+
+    type: Literal["tensorboard"]
 
 
 class MlflowRequest(RequestModel):
@@ -149,7 +155,7 @@ class MlflowIntegration(RequestModel):
     mlflow: MlflowRequest
 
 
-IntegrationRequest = Annotated[MlflowIntegration | WandbIntegration, Field(discriminator="type")]
+IntegrationRequest = Annotated[MlflowIntegration | WandbIntegration | TensorBoardIntegration, Field(discriminator="type")]
 
 
 class SpecRequest(TrainingSpec):

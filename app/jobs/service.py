@@ -20,7 +20,7 @@ from app.ids import new_id
 from app.jobs import events, history, sources, waiting
 from app.jobs.events import NewEvent
 from app.jobs.history import End
-from app.jobs.schemas import IntegrationRequest, JobCreate, WandbIntegration
+from app.jobs.schemas import IntegrationRequest, JobCreate, MlflowIntegration, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
 from app.jobs.status import TERMINAL, Status, switch_status
 from app.jobs.tables import Job
@@ -33,6 +33,8 @@ from app.secrets import service as secrets_of_projects
 
 # The largest micro-batch chosen for a user who only says how many rows an optimizer step takes.
 LARGEST_AUTO_MICRO_BATCH = 8
+# The variable that W&B's client reads; also the secret that is meant where a job names none.
+WANDB_API_KEY = "WANDB_API_KEY"
 # OpenAI answers `cancelled` and `paused`. A running job needs a heartbeat and the rest of its step for that; 5 s do for most.
 STOP_PATIENCE_S = 5.0
 STOP_POLL_S = 0.1
@@ -198,6 +200,7 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
         "resources": resources,
         "data": data,
         "evaluation": dict(requested.get("evaluation", {})) | {"prompts": _prompts(body.spec)},
+        "secrets": _secrets(body),
         "seed": body.seed if body.seed is not None else requested.get("seed", secrets.randbelow(2**31)),
     }
     spec = _validated(resolved)
@@ -209,8 +212,11 @@ def _check_integrations(session: Session, project_id: str, integrations: list[In
     settings = get_settings()
     for index, integration in enumerate(integrations):
         param = f"integrations[{index}]"
-        if isinstance(integration, WandbIntegration):
-            raise InvalidRequest("Weights & Biases is not offered yet: use `mlflow`.", code="not_offered", param=param)
+        if not isinstance(integration, MlflowIntegration):
+            if any(other.type == integration.type for other in integrations[:index]):
+                message = f"One `{integration.type}` is enough: a run has one reporter of each kind."
+                raise InvalidRequest(message, code="duplicate_integration", param=param)
+            continue
         uri = integration.mlflow.tracking_uri or settings.mlflow_tracking_uri
         if not uri or uri not in (settings.mlflow_tracking_uri, *settings.mlflow_allowed_uris):
             message = f"The operator has allowed no MLflow server `{uri}`: leave `tracking_uri` out, or ask for it."
@@ -292,6 +298,12 @@ def _preference(body: JobCreate) -> dict[str, Any]:
     return section | {"beta": beta}
 
 
+def _secrets(body: JobCreate) -> dict[str, str]:
+    """The section `secrets`: OpenAI's users name no key for W&B, so there the project's secret of that name is meant."""
+    uses_wandb = any(isinstance(integration, WandbIntegration) for integration in body.integrations)
+    return ({WANDB_API_KEY: WANDB_API_KEY} if uses_wandb else {}) | dict(body.spec.with_recipe.get("secrets", {}))
+
+
 def _validated(resolved: dict[str, Any]) -> TrainingSpec:
     """What does not go together shows only when OpenAI's fields, the recipe and the spec are one."""
     try:
@@ -308,6 +320,12 @@ def _refuse_what_cannot_run(spec: TrainingSpec, body: JobCreate) -> None:
     if spec.adapter.type == "qlora" and spec.resources.accelerator == "cpu":
         raise InvalidRequest(
             "QLoRA needs a GPU (bitsandbytes): set spec.adapter.type to 'lora'.", code="gpu_required", param="spec.adapter.type"
+        )
+    if spec.export.hub is not None and "HF_TOKEN" not in spec.secrets:
+        raise InvalidRequest(
+            "A push to the Hub needs a token: keep one with POST /v1/secrets, and name it in spec.secrets.HF_TOKEN.",
+            code="secret_required",
+            param="spec.secrets.HF_TOKEN",
         )
     compared = spec.evaluation.keep_best or spec.evaluation.early_stopping is not None
     if compared and body.validation_file is None:

@@ -260,12 +260,39 @@ class CheckpointsSection(Section):
     keep: int = Field(default=2, ge=1, le=1000, description="Newest checkpoints kept; older ones are deleted.")
 
 
+class HubSection(Section):
+    """A repository on the Hugging Face Hub that the result is pushed to."""
+
+    repo_id: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=96,
+        description="`OWNER/NAME`; made where there is none.",
+    )
+    private: bool = Field(
+        default=True, description="A new repository is private, and one that is public is left alone. `false`: public."
+    )
+    branch: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$",
+        max_length=128,
+        description="Branch to commit to; made where there is none. Default: the repository's main branch.",
+    )
+    what: Literal["auto", "adapter", "merged"] = Field(
+        default="auto",
+        description="`adapter`, or the `merged` weights (with `export.merged`). `auto`: the adapter; with full weights those.",
+    )
+
+
 class ExportSection(Section):
     """What is handed over at the end."""
 
     merged: bool = Field(default=False, description="LoRA: also export the base with the adapter merged in.")
     max_shard_size_gb: float = Field(
         default=5.0, gt=0.0, le=100.0, description="Largest safetensors file of full weights, in GB."
+    )
+    hub: HubSection | None = Field(
+        default=None,
+        description="Push the proven result to the Hugging Face Hub. Needs `secrets.HF_TOKEN`, a token that may write there.",
     )
 
 
@@ -326,7 +353,7 @@ class TrainingSpec(Section):
         default={},
         max_length=16,
         description="Environment variable of the job's processes -> name of a secret. Variables end in `_TOKEN`, `_KEY`, "
-        "`_PASSWORD` or `_SECRET`; `HF_TOKEN` opens gated models.",
+        "`_PASSWORD` or `_SECRET`; `HF_TOKEN` opens gated models and pushes to the Hub.",
     )
 
     @model_validator(mode="before")
@@ -348,6 +375,8 @@ class TrainingSpec(Section):
             raise ValueError("a base in 4 bits is not sharded: set parallelism.strategy to ddp, or adapter.type to lora")
         if self.adapter.type == "qlora" and self.export.merged:
             raise ValueError("an adapter is not merged into 4 bits: set export.merged to false")
+        if self.export.hub is not None:
+            self._check_hub(self.export.hub)
         if self.method in PREFERENCE_METHODS and self.data.loss_on == "all":
             raise ValueError(f"{self.method} learns from answers only: leave data.loss_on at assistant")
         if self.method == "orpo" and self.training.router_aux_loss_coef > 0:
@@ -357,6 +386,12 @@ class TrainingSpec(Section):
         if self.method in PREFERENCE_METHODS and self.data.on_long_rows == "split":
             raise ValueError("only plain text can be split: set data.on_long_rows to truncate, skip or refuse")
         return self
+
+    def _check_hub(self, hub: HubSection) -> None:
+        if hub.what != "auto" and self.adapter.is_full:
+            raise ValueError("full weights are pushed as they are: leave export.hub.what out")
+        if hub.what == "merged" and not self.export.merged:
+            raise ValueError("nothing is merged: set export.merged to true, or leave export.hub.what out")
 
     @classmethod
     def stored(cls, value: dict[str, Any]) -> Self:

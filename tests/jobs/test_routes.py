@@ -96,6 +96,8 @@ class TestCreateJob:
                 "spec.evaluation.prompts[0][0].content",
                 "surrogate",
             ),
+            ({"spec": {"export": {"hub": {}}}}, "spec.export.hub.repo_id", "required"),
+            ({"spec": {"export": {"hub": {"repo_id": "nobody"}}}}, "spec.export.hub.repo_id", "pattern"),
             ({"integrations": [{"type": "wandb", "wandb": {}}]}, "integrations[0].wandb.project", "required"),
             ({"integrations": [{"type": "mlflow", "mlflow": {}}]}, "integrations[0].mlflow.experiment", "required"),
             (

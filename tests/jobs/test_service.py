@@ -3,16 +3,19 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from app import db
 from app.errors import Conflict, InvalidRequest
 from app.jobs import service
 from app.jobs.schemas import JobCreate
+from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
 from app.keys import service as keys
 from app.nodes import placement
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
+from app.secrets import service as secrets
 from tests import factories
 
 pytestmark = pytest.mark.usefixtures("database")
@@ -118,6 +121,43 @@ class TestResources:
             create(project_id, spec={"resources": resources})
         assert caught.value.param == f"spec.resources.{next(iter(resources))}"
         assert create(project_id, spec={"resources": resources | {"wait_for_nodes": True}}).status == "queued"
+
+
+class TestWhatGoesOutside:
+    def test_wandb_as_openai_has_it_uses_the_projects_secret_of_that_name(self, project_id: str) -> None:
+        wandb: dict[str, Any] = {"integrations": [{"type": "wandb", "wandb": {"project": "support"}}]}
+        with pytest.raises(InvalidRequest, match="no secret `WANDB_API_KEY`") as caught:
+            create(project_id, **wandb)
+        assert (caught.value.code, caught.value.param) == ("secret_not_found", "spec.secrets")
+        with db.write() as session:
+            for name in ("WANDB_API_KEY", "another"):
+                secrets.put_secret(session, project_id, name, "0123456789")
+        assert create(project_id, **wandb).spec["secrets"] == {"WANDB_API_KEY": "WANDB_API_KEY"}
+        named = create(project_id, **wandb, spec={"secrets": {"WANDB_API_KEY": "another"}})
+        assert named.spec["secrets"] == {"WANDB_API_KEY": "another"}
+
+    def test_tensorboard_needs_nothing_and_comes_once(self, project_id: str) -> None:
+        tensorboard = {"type": "tensorboard"}
+        assert create(project_id, integrations=[tensorboard]).integrations == [tensorboard]
+        with pytest.raises(InvalidRequest) as caught:
+            create(project_id, integrations=[tensorboard, tensorboard])
+        assert (caught.value.code, caught.value.param) == ("duplicate_integration", "integrations[1]")
+
+    def test_a_push_to_the_hub_needs_a_token(self, project_id: str) -> None:
+        with pytest.raises(InvalidRequest, match="POST /v1/secrets") as caught:
+            create(project_id, spec={"export": {"hub": {"repo_id": "acme/support"}}})
+        assert (caught.value.code, caught.value.param) == ("secret_required", "spec.secrets.HF_TOKEN")
+
+    @pytest.mark.parametrize(
+        ("spec", "advice"),
+        [
+            ({"export": {"hub": {"repo_id": "a/b", "what": "merged"}}}, "set export.merged to true"),
+            ({"export": {"hub": {"repo_id": "a/b", "what": "adapter"}}, "adapter": {"type": "full"}}, "leave export.hub.what"),
+        ],
+    )
+    def test_a_push_of_what_is_not_made_is_refused(self, spec: dict[str, Any], advice: str) -> None:
+        with pytest.raises(ValidationError, match=advice):
+            TrainingSpec.model_validate(spec)
 
 
 class TestCancel:

@@ -69,7 +69,11 @@ class Reporter(TrainerCallback):
         if "loss" in values:
             values |= peak_memory(device(self.trainer))
         if state.is_world_process_zero:
-            self._append(state, values, logs.get("num_tokens"))
+            line = self._append(state, values, logs.get("num_tokens"))
+            # For the reporters that come after this one, and from a checkpoint for those of a later attempt.
+            ours = values | {"trained_tokens": line.trained_tokens, "tokens_per_second": line.tokens_per_second}
+            logs |= {name: value for name, value in ours.items() if value is not None}
+            state.log_history[-1] |= logs
         for name in MUST_BE_FINITE:
             if name in values and values[name] is None:
                 raise TrainerError(
@@ -80,18 +84,17 @@ class Reporter(TrainerCallback):
         if (loss := values.get("loss")) is not None:
             self.losses.append(loss)
 
-    def _append(self, state: TrainerState, values: Values, num_tokens: float | None) -> None:
-        append_line(
-            self.workspace.metrics,
-            MetricsLine(
-                step=state.global_step,
-                total_steps=state.max_steps,
-                epoch=state.epoch or 0.0,
-                values=values,
-                trained_tokens=self.trainer.num_trained_tokens,
-                tokens_per_second=self._rate(num_tokens),
-            ),
+    def _append(self, state: TrainerState, values: Values, num_tokens: float | None) -> MetricsLine:
+        line = MetricsLine(
+            step=state.global_step,
+            total_steps=state.max_steps,
+            epoch=state.epoch or 0.0,
+            values=values,
+            trained_tokens=self.trainer.num_trained_tokens,
+            tokens_per_second=self._rate(num_tokens),
         )
+        append_line(self.workspace.metrics, line)
+        return line
 
     def _rate(self, num_tokens: float | None) -> float | None:
         """TRL counts the tokens of this process's life; evaluation lines carry no count."""

@@ -49,6 +49,8 @@ def export(trainer: Trainer, workspace: Workspace, spec: TrainingSpec, tokenizer
     if is_first_rank():
         if is_lora and spec.export.merged:
             _save_merged(target, workspace.export / "merged", spec, tokenizer)
+        if workspace.tensorboard.exists():
+            shutil.copytree(workspace.tensorboard, workspace.export / workspace.tensorboard.name)
         record_facts(workspace, spec, tokenizer)
 
 
@@ -133,19 +135,26 @@ def _finish_folder(folder: Path, spec: TrainingSpec, tokenizer: PreTrainedTokeni
     if config.exists():
         public = {"base_model_name_or_path": spec.model.name_or_path, "revision": spec.model.revision}
         config.write_text(json.dumps(json.loads(config.read_text()) | public, indent=2, sort_keys=True))
-    (folder / "README.md").write_text(model_card(spec), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(spec, is_adapter=config.exists()), encoding="utf-8")
     for path in folder.iterdir():
         path.chmod(READABLE)
 
 
-def model_card(spec: TrainingSpec) -> str:
-    """The README of an artifact."""
-    library = "transformers" if spec.adapter.is_full else "peft"
-    kind = "full weights" if spec.adapter.is_full else f"LoRA adapter (r {spec.adapter.r})"
+def model_card(spec: TrainingSpec, *, is_adapter: bool) -> str:
+    """The README of an artifact. Its header is the Hub's metadata, which knows no paths and no secrets' names."""
+    name = spec.model.name_or_path
+    header = [
+        *([] if Path(name).is_absolute() else [f"base_model: {name}"]),
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
+        "pipeline_tag: text-generation",
+        f"tags: [{spec.method}, {spec.adapter.type}, tuneyard]",
+    ]
+    kind = "Full weights" if spec.adapter.is_full else f"LoRA adapter (r {spec.adapter.r})"
+    merged = "" if spec.adapter.is_full or is_adapter else ", merged into its base"
+    settings = spec.model_dump_json(indent=2, exclude={"secrets"})
     return (
-        f"---\nbase_model: {spec.model.name_or_path}\nlibrary_name: {library}\ntags: [{spec.method}, tuneyard]\n---\n\n"
-        f"# A fine-tuned {spec.model.name_or_path}\n\n{kind}, trained with Tuneyard ({spec.method}).\n\n"
-        f"Settings:\n\n```json\n{spec.model_dump_json(indent=2)}\n```\n"
+        "---\n" + "\n".join(header) + f"\n---\n\n# A fine-tuned {name}\n\n{kind}{merged}, trained with Tuneyard "
+        f"({spec.method}).\n\nSettings:\n\n```json\n{settings}\n```\n"
     )
 
 

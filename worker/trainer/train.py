@@ -26,6 +26,7 @@ from worker.trainer.export import export
 from worker.trainer.failures import NOW, record_failure
 from worker.trainer.methods import build_trainer
 from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.trainer.trackers import add_trackers
 from worker.trainer.trainers import Trainer
 from worker.workspace import LogLine, Result, Workspace, append_line, read_json, write_json
 
@@ -50,6 +51,7 @@ def train(workspace: Workspace) -> Trainer:
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
     trainer.add_callback(reporter)
+    trackers = add_trackers(trainer, workspace, spec)  # after the reporter, whose figures they pass on
     trainer.add_callback(stopper)
     trainer.add_callback(Sharding(workspace))
     trainer.add_callback(Evaluator(workspace, spec))
@@ -69,6 +71,8 @@ def train(workspace: Workspace) -> Trainer:
         if spec.evaluation.keep_best:
             load_best(trainer, workspace, is_first_rank=is_first_rank())
         export(trainer, workspace, spec, tokenizer, data)
+    for tracker in trackers:
+        tracker.finish()
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
     return trainer
@@ -85,7 +89,7 @@ def clear(workspace: Workspace, trainer: Trainer) -> None:
     if is_first_rank():
         for path in (workspace.metrics, workspace.checkpoint_lines, workspace.log, workspace.result, workspace.verification):
             path.unlink(missing_ok=True)
-        for folder in (workspace.checkpoints, workspace.export):
+        for folder in (workspace.checkpoints, workspace.export, workspace.tensorboard):
             shutil.rmtree(folder, ignore_errors=True)
 
 
