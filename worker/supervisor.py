@@ -153,7 +153,7 @@ def _push(run: Run, workspace: Workspace, heartbeat: Heartbeat, outcome: attempt
 
     What stops the attempt for good stops the push only; after any other stop a later attempt pushes.
     """
-    job = _load_job(run)
+    job = _load_patiently(run, heartbeat)
     spec = TrainingSpec.stored(job.spec)
     if spec.export.hub is None:
         return
@@ -224,6 +224,17 @@ def _load_job(run: Run) -> Job:
     if job is None:
         raise Stopped("lost")
     return job
+
+
+def _load_patiently(run: Run, heartbeat: Heartbeat) -> Job:
+    """The same once there is a result: an outage of the database must not cost it an attempt."""
+    while True:
+        try:
+            return _load_job(run)
+        except OUTAGES:
+            log.warning("database unreachable; the push to the Hub waits", exc_info=True)
+            time.sleep(get_settings().heartbeat_s)
+            heartbeat.raise_if_stopped()
 
 
 def _secrets_of(job: Job, spec: TrainingSpec) -> dict[str, str]:
