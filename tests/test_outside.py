@@ -131,7 +131,7 @@ def test_a_push_that_was_interrupted_is_made_by_the_next_attempt(
 
 
 def test_a_push_that_fails_is_a_warning_and_costs_nothing(service: Service, model: Path, training_file: str, hub: Hub) -> None:
-    hub.failures["/api/repos/create"] = 403
+    hub.failures["/preupload/"] = 403
     job_id = service.create_job(model, training_file, PUSHED).id
     job = service.wait_for_end(job_id)
     hub.failures.clear()
