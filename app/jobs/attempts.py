@@ -91,9 +91,9 @@ def start(session: Session, job_id: str, attempt: int) -> bool:
         "lease_expires_at": _lease_end(),
         "num_starts": Job.num_starts + 1,
     }
-    session.execute(delete(Wait).where(Wait.job_id == job_id))
     started = switch_status(session, job_id, Status.RUNNING, told, *guards, **times)
     if started:
+        session.execute(delete(Wait).where(Wait.job_id == job_id))
         history.start(session, job_id, attempt)
     return started
 

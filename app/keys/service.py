@@ -101,7 +101,7 @@ def check_storage(session: Session, project_id: str, used: Callable[[], int], mo
 
 def charge(session: Session, project_id: str, slot_seconds: float) -> None:
     """Add to what a project has used of the nodes."""
-    project = session.get_one(Project, project_id, with_for_update=True, populate_existing=True)
+    project = session.get_one(Project, project_id, with_for_update={"key_share": True}, populate_existing=True)
     at = session.scalars(select(now())).one()
     project.usage = project.usage * decay(at - project.usage_at) + slot_seconds
     project.usage_at = at

@@ -66,6 +66,7 @@ def _turn() -> Iterator[bool]:
 def _tell(plan: planning.Plan) -> None:
     with db.write() as session:
         waiting.explain(session, plan.lines)
+    with db.write() as session:  # apart: whoever starts a job locks it before its line in the queue
         waiting.keep_nodes_for(session, plan.heads)
     for job_id, victim_id in plan.preemptions:
         with db.write() as session:

@@ -328,19 +328,15 @@ class _Planner:
 
     def _reserve(self, job: Waiting, fate: _Fate) -> None:
         rules, slots = self.snapshot.rules, job.demand.slots
-        by_time = sorted(fate.machines, key=lambda one: (one.free_at(slots, self.now), one.free, one.id))
-        kept = by_time[: job.demand.nodes]
-        starts_at = kept[-1].free_at(slots, self.now)
+        is_closed = job.reserved_at is not None and self.now - job.reserved_at > rules.patience_s
+        kept, starts_at = self._soonest(job, fate, is_closed=is_closed)
         if rules.preemption and starts_at > self.now + rules.grace_s and (victims := self._victims(job, fate)):
             self.plan.preemptions += [(job.id, victim.job_id) for victim in victims if not victim.is_leaving]
             for victim in victims:
                 self._let_go(victim)
-            by_time.sort(key=lambda one: (one.free_at(slots, self.now), one.free, one.id))
-            kept = by_time[: job.demand.nodes]
-            starts_at = kept[-1].free_at(slots, self.now)
+            kept, starts_at = self._soonest(job, fate, is_closed=False)
         if starts_at == math.inf:
             return
-        is_closed = job.reserved_at is not None and self.now - job.reserved_at > rules.patience_s
         for machine in kept:
             machine.promised_to, machine.promised_at = job.id, starts_at
             released = sum(given for ends_at, given in machine.releases if ends_at <= starts_at)
@@ -349,6 +345,23 @@ class _Planner:
         for machine in fate.machines:
             machine.has_head = True
         self.plan.heads.append(job.id)
+
+    def _soonest(self, job: Waiting, fate: _Fate, *, is_closed: bool) -> tuple[list[Machine], float]:
+        """The nodes to keep for the head, and when they are all free for it by the estimates.
+
+        Closed, the estimates have been wrong for long: those are kept that lack least. As nobody comes in, they lack less
+        with every job that ends, and none that fills up can take their place.
+        """
+        slots = job.demand.slots
+
+        def rank(machine: Machine) -> tuple[float, float, str]:
+            lacking = float(max(slots - machine.free, 0))
+            soon = machine.free_at(slots, self.now)
+            # Of those that are free now the fullest, as in a placement; of the others the emptiest.
+            return (lacking, soon, machine.id) if is_closed else (soon, lacking or machine.free - slots, machine.id)
+
+        kept = sorted(fate.machines, key=rank)[: job.demand.nodes]
+        return kept, max(machine.free_at(slots, self.now) for machine in kept)
 
     def _victims(self, job: Waiting, fate: _Fate) -> list[Running]:
         """Running jobs of lower priority that must go so that the job can start, the lowest and newest first; none where

@@ -183,7 +183,8 @@ def distrust(session: Session, job_id: str, attempt: int) -> None:
         Placement.job_id == job_id, Placement.attempt == attempt, Placement.state == "placed"
     )
     until = now() + DISTRUST_LEASES * get_settings().lease_s
-    session.execute(update(Node).where(Node.id.in_(silent)).values(distrusted_until=until))
+    for name in sorted(session.scalars(silent)):  # in the order in which `release` takes them
+        session.execute(update(Node).where(Node.id == name).values(distrusted_until=until))
 
 
 def trust(session: Session, name: str) -> None:

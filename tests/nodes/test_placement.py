@@ -1,5 +1,6 @@
 """The scheduler and the claim, on both databases."""
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -301,6 +302,69 @@ class TestPreemption:
         with db.write() as session:
             attempts.lose(session, low, 1, "The job was asked to pause", counts=False)
         assert job(low).status == "paused"
+
+
+class TestManyAtOnce:
+    def test_whatever_happens_at_once_no_gpu_is_held_twice_and_no_gang_by_halves(self, project_id: str) -> None:
+        """Threads place, claim, lose, cancel and give back, each with its own luck; the books must balance at the end."""
+        for name in "abcd":
+            add_node(name, 4, accelerator="gpu")
+        jobs = [add_gpu_job(project_id, ranks, nodes=width) for ranks, width in [(1, 1), (2, 2), (4, 1), (4, 3), (1, 4)] * 6]
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda seed: disturb(random.Random(seed), project_id, jobs), range(6)))
+        with db.write() as session:
+            held = session.scalars(select(Placement).where(Placement.state != "released")).all()
+            free = {name: free_slots(session, name) for name in "abcd"}
+        for name in "abcd":
+            here = [placement for placement in held if placement.node_id == name]
+            gpus = [uuid for placement in here for uuid in placement.gpu_uuids]
+            assert len(gpus) == len(set(gpus)) == sum(placement.slots for placement in here) == 4 - free[name]
+        for job_id in jobs:
+            of_job = [placement for placement in held if placement.job_id == job_id]
+            asked = TrainingSpec.stored(job(job_id).spec).parallelism.nnodes
+            assert len({placement.node_id for placement in of_job}) == len(of_job) in (0, asked)
+            assert len({placement.attempt for placement in of_job}) <= 1
+
+    def test_in_the_end_every_slot_comes_back(self, project_id: str) -> None:
+        for name in "ab":
+            add_node(name, 2, accelerator="gpu")
+        jobs = [add_gpu_job(project_id, 2, nodes=2), add_gpu_job(project_id, 1), add_gpu_job(project_id, 1)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda seed: disturb(random.Random(seed), project_id, jobs), range(4)))
+        for job_id in jobs:
+            end(job_id)
+        with db.write() as session:
+            assert [free_slots(session, name) for name in "ab"] == [2, 2]
+
+
+def disturb(chance: random.Random, project_id: str, jobs: list[str]) -> None:
+    for _ in range(25):
+        job_id = chance.choice(jobs)
+        attempt = job(job_id).attempt
+        match chance.choice(["place", "place", "claim", "claim", "lose", "give back", "pause"]):
+            case "place":
+                placement.place_all()
+            case "claim":
+                placement.claim(job_id, attempt, 0, pid=1)
+            case "lose":
+                with db.write() as session:
+                    attempts.lose(session, job_id, attempt, "Bad luck", counts=False)
+            case "give back":
+                with db.write() as session:
+                    attempts.give_back_unclaimed(session, job_id, attempt)
+            case "pause" if job(job_id).status == "queued":
+                service.pause_job(project_id, job_id)
+                service.resume_job(project_id, job_id)
+
+
+def end(job_id: str) -> None:
+    """Whatever state it is in."""
+    at = job(job_id)
+    if at.status == "running":
+        with db.write() as session:
+            attempts.cancel(session, job_id, at.attempt)
+    else:
+        service.cancel_job(at.project_id, job_id)
 
 
 class TestClaim:
