@@ -7,6 +7,7 @@ over. Until then a file on the node stands for it, which it holds locked: a node
 tracker again. Only MLflow is told this way; the trainer's own reporters tell the others (worker/trainer/trackers.py).
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import logging
@@ -71,12 +72,18 @@ def reports_of(job: Job) -> Reports:
 def start_again() -> None:
     """Start the trackers of this node that died before they were done: with `tuneyard up`, with the machine, by a signal."""
     for path in _folder().glob("*.*.*"):
-        job_id, attempt, index = path.name.split(".")
-        try:
+        with contextlib.suppress(FileNotFoundError):  # it came to its end meanwhile
             if time.time() - path.stat().st_mtime > RESTART_PAUSE_S:
-                _start(Run(job_id, int(attempt)), int(index), _job_of(job_id))
-        except FileNotFoundError:  # it came to its end meanwhile
-            continue
+                _start_of(path)
+
+
+def _start_of(path: Path) -> None:
+    job_id, attempt, index = path.name.split(".")
+    job = _job_of(job_id)
+    if job is None:  # of another database: nobody waits for it
+        path.unlink()
+    else:
+        _start(Run(job_id, int(attempt)), int(index), job)
 
 
 def _start(run: Run, index: int, job: Any) -> None:
@@ -217,7 +224,7 @@ def _earlier_steps(run: Run) -> list[dict[str, Any]]:
 
 def _job_of(job_id: str) -> Any:
     with db.read() as connection:
-        return connection.execute(select(*queries.JOB).where(Job.id == job_id)).one()
+        return connection.execute(select(*queries.JOB).where(Job.id == job_id)).one_or_none()
 
 
 def _workspace_of(run: Run) -> Workspace:
