@@ -70,7 +70,18 @@ class Settings(BaseSettings):
     )
 
     node_name: str | None = Field(default=None, description="This machine's name among the nodes. Default: its host name.")
-    node_address: str = Field(default="127.0.0.1", description="The address other nodes reach this one at.")
+    node_address: str = Field(
+        default="127.0.0.1", description="The address other nodes reach this one at, for jobs over several nodes."
+    )
+    network_interface: str = Field(
+        default="",
+        description="Network interface of jobs over several nodes, as `ib0`. Default: the one that has the node's address.",
+    )
+    shared_workspace: bool = Field(
+        default=False,
+        description="Whether the workspace folder is one that all nodes mount: rows and checkpoints are then read there, not "
+        "fetched from storage by each node.",
+    )
     node_labels: dict[str, str] = Field(
         default={}, description='What jobs may ask of a node by name, as JSON: `{"zone": "b"}`.'
     )

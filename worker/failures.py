@@ -1,10 +1,18 @@
 """What went wrong in a trainer, from the files it and torch elastic leave behind."""
 
 import json
+import re
+import time
 from pathlib import Path
 
 from worker.heartbeat import Stopped
 from worker.workspace import Failure, Workspace, read_json
+
+# What a rank says when another one has gone: gloo's and NCCL's errors, and the stores' that they meet through.
+COLLATERAL = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|gloo/transport|NCCL error|ncclRemoteError|ProcessGroup|recvValue|"
+    r"Dist(Backend|Network|Store)Error|Socket (closed|Timeout)|Timed out waiting|RendezvousC"
+)
 
 
 class JobFailed(Exception):
@@ -23,9 +31,29 @@ def failure_of(workspace: Workspace) -> Exception:
         failure = Failure(**read_json(workspace.failure))
         return JobFailed(failure.code, failure.message, failure.param)
     cause = _first_rank_error(workspace)
-    if cause is None:
+    if cause is None or COLLATERAL.search(cause):  # the rank that was killed says nothing, only those it left behind
         return Stopped("crashed")
     return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
+
+
+def age_s(workspace: Workspace) -> float:
+    """How long ago the first rank of this node failed, by this node's clock alone; 0 where nothing tells."""
+    try:
+        if workspace.failure.exists():
+            return max(time.time() - workspace.failure.stat().st_mtime, 0.0)
+        told = json.loads(workspace.error.read_text(encoding="utf-8"))["message"]["extraInfo"]["timestamp"]
+        return max(time.time() - float(told), 0.0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def traceback_of(workspace: Workspace) -> str | None:
+    """The traceback that torch elastic recorded for the rank that failed first."""
+    try:
+        message = json.loads(workspace.error.read_text(encoding="utf-8"))["message"]
+        return str(message["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def last_line(log: Path) -> str:

@@ -20,15 +20,22 @@ ENFORCE_EVERY_S = 0.25
 # Beyond the grace: what the main thread may need for its last upload before it counts as hanging.
 GIVE_UP_S = 600.0
 
-Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "crashed", "lost"]
+# What the ranks of this node need to fail by themselves, each with its traceback, once those of another are gone.
+BROKEN_GANG_GRACE_S = 2.0
+# The part of the lease at whose beginning an attempt that cannot renew it is asked to stop, and half of it until it is killed.
+LAST_PART = 0.2
+
+# broken: another node's part has failed. silent: another node has not been heard of for most of the lease.
+Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "outage", "crashed", "broken", "silent", "lost"]
 
 
 class Stopped(Exception):
-    """The attempt ends before its work is done."""
+    """The attempt ends before its work is done; `why` in words, where the reason alone does not say it."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: Reason, why: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
+        self.why = why
 
 
 class Heartbeat:
@@ -40,6 +47,7 @@ class Heartbeat:
         self.run = run
         self.workspace = workspace
         self.reason: Reason | None = None
+        self._alone = False
         self._time_limit_s: float | None = None
         self._asked_at: float | None = None
         self._enforcing = True
@@ -68,14 +76,18 @@ class Heartbeat:
         if self.reason is not None:
             raise Stopped(self.reason)
 
+    def stand_alone(self) -> None:
+        """The other nodes of the job are not needed any more: training is over, here and there."""
+        self._alone = True
+
     def stand_down(self) -> None:
         """Only renew from now on: the end is decided and about to be written."""
-        self._enforcing = False
+        self._enforcing, self._alone = False, True
 
     def _beat_for_ever(self) -> None:
         lease = Renewal(self.run)
         while not self._ended.wait(ENFORCE_EVERY_S):
-            if reason := lease.renew_if_due(self._time_limit_s):
+            if reason := lease.renew_if_due(self._time_limit_s, alone=self._alone):
                 self.request_stop(reason)
             if self.reason is not None and self._enforcing:
                 self._enforce(self.reason)
@@ -94,26 +106,36 @@ class Heartbeat:
 
 
 class Renewal:
-    """When the lease was last renewed, and whether it is time again."""
+    """Until when this node's part is held, and whether it is time to renew it again."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._tried_at = self._renewed_at = time.monotonic()
+        self._held_until = self._renewed_at + get_settings().lease_s
 
-    def renew_if_due(self, time_limit_s: float | None) -> Reason | None:
-        """Renew the lease every heartbeat; why the attempt should end, if it should."""
+    def renew_if_due(self, time_limit_s: float | None, *, alone: bool) -> Reason | None:
+        """Renew every heartbeat; why the attempt should end, if it should."""
         settings, now = get_settings(), time.monotonic()
         if now - self._tried_at < settings.heartbeat_s:
             return None
         self._tried_at = now
         try:
-            with db.write() as session:
-                lease = attempts.renew_lease(session, self.run.job_id, self.run.attempt, now - self._renewed_at)
+            lease = self._renew(now - self._renewed_at, alone=alone)
         except Exception:  # the database is away
             log.warning("the lease could not be renewed", exc_info=True)
-            return "unreachable" if time.monotonic() - self._renewed_at > 0.8 * settings.lease_s else None
+            return "unreachable" if self._held_until - time.monotonic() < LAST_PART * settings.lease_s else None
         self._renewed_at = now
+        if lease is not None:
+            self._held_until = now + lease.seconds_left
         return _asked_for(lease, time_limit_s)
+
+    def _renew(self, ran_s: float, *, alone: bool) -> attempts.Lease | None:
+        """The first node keeps the job for all of them; each other one its own part."""
+        run = self.run
+        with db.write() as session:
+            if run.node_rank:
+                return attempts.stay(session, run.job_id, run.attempt, run.node_rank)
+            return attempts.renew_lease(session, run.job_id, run.attempt, ran_s, alone=alone)
 
 
 def _asked_for(lease: attempts.Lease | None, time_limit_s: float | None) -> Reason | None:
@@ -123,7 +145,11 @@ def _asked_for(lease: attempts.Lease | None, time_limit_s: float | None) -> Reas
         return "cancel"
     if lease.pause_requested:
         return "pause"
-    return "time_limit" if time_limit_s is not None and lease.run_seconds > time_limit_s else None
+    if time_limit_s is not None and lease.run_seconds > time_limit_s:
+        return "time_limit"
+    if lease.is_gang_broken:
+        return "broken"
+    return "silent" if lease.seconds_left < LAST_PART * get_settings().lease_s else None
 
 
 def _grace_s(reason: Reason) -> float:
@@ -132,8 +158,10 @@ def _grace_s(reason: Reason) -> float:
     match reason:
         case "lost":
             return 0.0
-        case "unreachable":
-            return min(settings.stop_grace_s, 0.1 * settings.lease_s)
+        case "broken":
+            return min(settings.stop_grace_s, BROKEN_GANG_GRACE_S)
+        case "unreachable" | "silent":
+            return min(settings.stop_grace_s, LAST_PART / 2 * settings.lease_s)
         case _:
             return settings.stop_grace_s
 

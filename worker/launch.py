@@ -1,11 +1,10 @@
 """Torch elastic for one node rank: start it, follow it, and leave no process behind.
 
-Ranks get sessions of their own from torch elastic, so a process group is not enough to find them: every process of an
-attempt carries MARK in its environment, and what carries it is what gets killed.
+Ranks get sessions of their own from torch elastic, so a process group is not enough to find them: every process of a node's
+part in an attempt carries MARK in its environment, and what carries it is what gets killed.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,26 +16,26 @@ import psutil
 from app.config import get_settings
 from app.jobs.spec import TrainingSpec
 from app.process import die_with_parent
+from worker.meeting import Meeting
 from worker.workspace import Run, Workspace
 
 MARK = "TUNEYARD_ATTEMPT"
 
 
 def start_trainer(
-    workspace: Workspace, run: Run, spec: TrainingSpec, gpu_uuids: list[str], secrets: dict[str, str]
+    workspace: Workspace, run: Run, spec: TrainingSpec, meeting: Meeting, gpu_uuids: list[str], secrets: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start `torchrun -m worker.trainer.train WORKSPACE` for this node's ranks. Secrets go by the environment only."""
-    port = _free_port()
     command = [
         *("-m", "torch.distributed.run"),
         *("--nnodes", str(spec.parallelism.nnodes), "--nproc-per-node", str(spec.parallelism.nproc_per_node)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "is_host=1"),
-        *("--rdzv-id", f"{run.job_id}.{run.attempt}", "--local-addr", "127.0.0.1", "--max-restarts", "0"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting.endpoint, "--rdzv-conf", meeting.conf(run.node_rank)),
+        *("--rdzv-id", f"{run.job_id}.{run.attempt}", "--local-addr", meeting.own_address, "--max-restarts", "0"),
         # One stream for all ranks; the agent's own error file keeps the first failing rank's cause.
         *("--log-dir", str(workspace.root / "torchelastic"), "--tee", "3"),
         *("-m", "worker.trainer.train", str(workspace.root)),
     ]
-    return _start(command, workspace, run, gpu_uuids, secrets)
+    return _start(command, workspace, run, gpu_uuids, meeting.environment | secrets)
 
 
 def start_verifier(
@@ -68,10 +67,13 @@ def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
 
 def processes_of(run: Run) -> Iterator[psutil.Process]:
     """The living processes that carry the attempt's mark, this one excepted."""
-    mark = f"{run.job_id}.{run.attempt}"
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            if (
+                process.pid != os.getpid()
+                and process.environ().get(MARK) == run.mark
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
                 yield process
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -82,30 +84,31 @@ def running_attempts(workspace_dir: Path) -> set[Run]:
     found = set()
     for process in psutil.process_iter():
         try:
-            job_id, _, attempt = process.environ().get(MARK, "").rpartition(".")
-            if job_id and any(part.startswith(f"{workspace_dir}/") for part in process.cmdline()):
-                found.add(Run(job_id, int(attempt)))
+            mark = process.environ().get(MARK)
+            if mark and any(part.startswith(f"{workspace_dir}/") for part in process.cmdline()):
+                job_id, attempt, node_rank = mark.rsplit(".", 2)
+                found.add(Run(job_id, int(attempt), int(node_rank)))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
 
 
 def _start(
-    command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str], secrets: dict[str, str]
+    command: list[str], workspace: Workspace, run: Run, gpu_uuids: list[str], added: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     # The trainer knows no service: no database URL and no key of ours reaches its environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TUNEYARD_")}
     # One thread a rank unless the operator says otherwise: two in one process were at times ten times slower on 2 cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment |= {
-        MARK: f"{run.job_id}.{run.attempt}",
+        MARK: run.mark,
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHELASTIC_ERROR_FILE": str(workspace.error),
         "TUNEYARD_DEQUANTIZED_CACHE": str(get_settings().dequantized_cache_dir),
         "TUNEYARD_DEQUANTIZED_CACHE_GB": str(get_settings().dequantized_cache_gb),
     }
-    environment |= secrets
+    environment |= added
     if gpu_uuids:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_uuids)
     with workspace.trainer_log.open("ab") as log:
@@ -118,10 +121,3 @@ def _start(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -59,7 +59,7 @@ def _report_for_ever() -> None:
 def report_dead_supervisors() -> None:
     """A death this node sees is not waited for: attempts whose supervisor is gone are given up at once."""
     for placement in _claimed_here():
-        run = Run(placement["job_id"], placement["attempt"])
+        run = Run(placement["job_id"], placement["attempt"], placement["node_rank"])
         if _is_supervisor(placement["supervisor_pid"], run.job_id):
             continue
         if not launch.kill_attempt(run, wait_s=2.0):
@@ -67,9 +67,7 @@ def report_dead_supervisors() -> None:
         held = gpus.still_held(placement["gpu_uuids"], GPU_PATIENCE_S)
         with db.write() as session:
             attempts.quarantine(session, run.job_id, run.attempt, node_name(), held)
-            if not attempts.lose(session, run.job_id, run.attempt, "The job's supervisor was lost"):
-                # The job has ended or moved on; only the slots were left.
-                nodes.release(session, run.job_id, run.attempt)
+            attempts.lose_part(session, run.job_id, run.attempt, run.node_rank, "The job's supervisor was lost")
 
 
 def kill_stale_attempts() -> None:
@@ -77,7 +75,7 @@ def kill_stale_attempts() -> None:
     # First what runs, then what may: an attempt that starts in between is in neither list.
     running = launch.running_attempts(get_settings().resolved_workspace_dir)
     with db.read() as connection:
-        stale = [run for run in running if not nodes.is_claimed(connection, run.job_id, run.attempt)]
+        stale = [run for run in running if not nodes.is_claimed(connection, run.job_id, run.attempt, run.node_rank)]
     for run in stale:
         log.warning("attempt %d of job %s runs here and is held by nobody: killing it", run.attempt, run.job_id)
         launch.kill_attempt(run, wait_s=2.0)

@@ -1,5 +1,6 @@
 """Fill the workspace before any trainer starts: the spec, the rows in canonical form, the checkpoint to go on from."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from app import db, storage
+from app.config import get_settings
 from app.errors import TuneyardError
 from app.files import dataset, rows
 from app.files import service as files
@@ -37,9 +39,47 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
     _check_data(workspace, run, job)
     _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
+    if spec.parallelism.nnodes > 1 and not get_settings().shared_workspace:
+        for path in filter(Path.exists, _row_files(workspace)):
+            storage.put(path, _rows_key(job, path))
     told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
     with db.write() as session:
         attempts.tell(session, run.job_id, run.attempt, [told])
+
+
+def prepare_part(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec) -> None:
+    """The same on another node of the job, once the first one is ready: its rows, and the checkpoint it goes on from."""
+    write_json(workspace.spec, spec.model_dump(mode="json"))
+    if get_settings().shared_workspace:
+        _link_to_first(workspace, Workspace(workspace.root.parent))
+        return
+    for path in _row_files(workspace):
+        with contextlib.suppress(FileNotFoundError):  # most jobs have no validation file
+            storage.get(_rows_key(job, path), path)
+    _check_data(workspace, run, job)
+    _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
+
+
+def forget_rows(job_id: str) -> None:
+    """Delete what was stored for the other nodes of a job."""
+    storage.delete(f"jobs/{job_id}/rows")
+
+
+def _rows_key(job: Job, path: Path) -> str:
+    return f"jobs/{job.id}/rows/{path.name}"
+
+
+def _row_files(workspace: Workspace) -> list[Path]:
+    return [workspace.train_data, workspace.validation_data]
+
+
+def _link_to_first(workspace: Workspace, first: Workspace) -> None:
+    """Read what lies on the shared file system; what this node writes lies beside it."""
+    for path in (*_row_files(first), *first.checkpoints.glob("checkpoint-*")):
+        if path.exists():
+            link = workspace.root / path.relative_to(first.root)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
 
 
 def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Heartbeat) -> int:

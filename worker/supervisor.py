@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from app.jobs.tables import Job
 from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
-from worker import gpus, launch, prepare, publish, tracking
+from worker import gang, gpus, launch, meeting, prepare, publish, tracking
 from worker.failures import JobFailed, failure_of, last_line
 from worker.heartbeat import Heartbeat, Reason, Stopped
 from worker.redaction import Redactor
@@ -50,51 +50,53 @@ End = Callable[[Session], bool]
 def main() -> None:
     """Detach from whoever started this, and supervise."""
     job_id, attempt, node_rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    run = Run(job_id, attempt)
-    workspace = Workspace(get_settings().resolved_workspace_dir / job_id / str(attempt))
+    run = Run(job_id, attempt, node_rank)
+    workspace = Workspace(run.folder(get_settings().resolved_workspace_dir))
     workspace.root.mkdir(parents=True, exist_ok=True)
     _detach(workspace.root / "supervisor.log")
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s job={job_id} attempt={attempt} %(message)s")
-    supervise(run, node_rank, workspace)
+    supervise(run, workspace)
 
 
-def supervise(run: Run, node_rank: int, workspace: Workspace) -> None:
-    """Take up the placement, run the attempt, and write how it ended."""
-    placement = placements.claim(run.job_id, run.attempt, node_rank, os.getpid())
+def supervise(run: Run, workspace: Workspace) -> None:
+    """Take up the placement, do this node's part of the attempt; the job's first node writes how all of it ended."""
+    placement = placements.claim(run.job_id, run.attempt, run.node_rank, os.getpid())
     if placement is None:
         log.info("duplicate_delivery_ignored")
         return
     with Heartbeat(run, workspace) as heartbeat:
         signal.signal(signal.SIGTERM, lambda *_: heartbeat.request_stop("shutdown"))
-        end = _run_to_end(run, placement, workspace, heartbeat)
+        ending = _run_to_end(run, placement, workspace, heartbeat)
         while not launch.kill_attempt(run):
             log.error("processes of the attempt survive SIGKILL; their slots stay taken until they are gone")
-        end = _keeping_back(gpus.still_held(placement.gpu_uuids), run, placement, end)
+        kept_gpus = gpus.still_held(placement.gpu_uuids)
         heartbeat.stand_down()
-        _write_end(run, end)
+        gang.report(run, ending, workspace, placement.node_id, kept_gpus)
+        if run.node_rank == 0:
+            ending = gang.settle(run, ending, workspace)
+            _write_end(run, _end_of(run, ending))
 
 
-def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> End:
-    """Do the work; whatever happens becomes the one way the attempt ends."""
+def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> gang.Ending:
+    """Do the work; whatever happens becomes the one way this node's part ends."""
     try:
+        if run.node_rank:
+            _train_along(run, placement, workspace, heartbeat)
+            return None
         outcome = publish.finished_before(run) or _work(run, placement, workspace, heartbeat)
+        heartbeat.stand_alone()
         _push(run, workspace, heartbeat, outcome)
-        return lambda session: attempts.succeed(session, run.job_id, run.attempt, outcome)
-    except Stopped as stopped:
-        return _end_of_stop(run, stopped.reason)
-    except JobFailed as error:
-        return _failing(run, error)
+        return outcome
+    except (Stopped, JobFailed) as ending:
+        return ending
     except OUTAGES as error:
         log.warning("database or storage went away", exc_info=True)
         if _is_disk_full(error):
-            return _failing(
-                run, JobFailed("disk_full", "The node's disk or the storage is full: free space, then run the job again.")
-            )
-        return _losing(run, f"Database or storage failed ({type(error).__name__})")
+            return JobFailed("disk_full", "The node's disk or the storage is full: free space, then run the job again.")
+        return Stopped("outage", f"Database or storage failed ({type(error).__name__})")
     except Exception as error:
         log.exception("the supervisor failed")
-        message = f"The service failed while it ran the job: {type(error).__name__}."
-        return _failing(run, JobFailed("internal_error", message))
+        return JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}.")
 
 
 def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> attempts.Outcome:
@@ -107,30 +109,65 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
     redactor = Redactor(secrets.values())
     reporter = Reporter(workspace, run, job, spec.checkpoints.keep, redactor, keep_best=spec.evaluation.keep_best)
     heartbeat.raise_if_stopped()
-    try:
-        process = launch.start_trainer(workspace, run, spec, placement.gpu_uuids, secrets)
+    with _redacted(redactor, run, workspace), _log_uploaded(reporter):
+        place = meeting.host(run) if spec.parallelism.nnodes > 1 else meeting.alone()
+        process = launch.start_trainer(workspace, run, spec, place, placement.gpu_uuids, secrets)
         _tolerating_outage(partial(tracking.start_all, run, job))
-        _follow(process, run, heartbeat, reporter)
+        _follow(process, run, workspace, heartbeat, reporter.poll)
         result = _result_of(workspace)
+        heartbeat.stand_alone()
         _tell(run, "Training has finished: storing and verifying the result")
         return publish.publish(workspace, run, job, result, partial(_verify, run, placement, workspace, heartbeat, secrets))
+
+
+def _train_along(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heartbeat) -> None:
+    """On the job's other nodes: train with the first one, which alone reports and hands over the result."""
+    place = meeting.join(run, heartbeat.raise_if_stopped)
+    job = _load_job(run)
+    spec = TrainingSpec.stored(job.spec)
+    prepare.prepare_part(workspace, run, job, spec)
+    secrets = _secrets_of(job, spec)
+    heartbeat.raise_if_stopped()
+    with _redacted(Redactor(secrets.values()), run, workspace):
+        process = launch.start_trainer(workspace, run, spec, place, placement.gpu_uuids, secrets)
+        _follow(process, run, workspace, heartbeat, lambda: None)
+        if process.returncode:
+            raise failure_of(workspace)
+
+
+@contextlib.contextmanager
+def _redacted(redactor: Redactor, run: Run, workspace: Workspace) -> Iterator[None]:
+    """No secret is left in what the block says or writes."""
+    try:
+        yield
     except JobFailed as error:
         raise JobFailed(error.code, redactor.text(error.message), error.param) from None
     finally:
-        with contextlib.suppress(OSError):  # why the attempt ends matters more than its log
-            reporter.upload_log(at_once=True)
         if redactor:
             launch.kill_attempt(run)
             redactor.clean(workspace.root, "trainer.log", "std*.log", "*.json", "*.jsonl")
 
 
-def _follow(process: subprocess.Popen[bytes], run: Run, heartbeat: Heartbeat, reporter: Reporter) -> None:
+@contextlib.contextmanager
+def _log_uploaded(reporter: Reporter) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # why the attempt ends matters more than its log
+            reporter.upload_log(at_once=True)
+
+
+def _follow(
+    process: subprocess.Popen[bytes], run: Run, workspace: Workspace, heartbeat: Heartbeat, poll: Callable[[], None]
+) -> None:
     """Report lines until the trainer has ended; Stopped where it was asked to end."""
     while process.poll() is None:
         time.sleep(POLL_S)
-        _tolerating_outage(reporter.poll)
+        _tolerating_outage(poll)
     launch.kill_attempt(run)
-    _tolerating_outage(reporter.poll)
+    _tolerating_outage(poll)
+    if heartbeat.reason == "broken" and isinstance(failure := failure_of(workspace), JobFailed):
+        raise failure  # of this node's own: it may be what broke the others
     heartbeat.raise_if_stopped()
 
 
@@ -246,7 +283,16 @@ def _secrets_of(job: Job, spec: TrainingSpec) -> dict[str, str]:
         raise JobFailed("secret_not_found", error.message, "spec.secrets") from error
 
 
-def _end_of_stop(run: Run, reason: Reason) -> End:
+def _end_of(run: Run, ending: gang.Ending) -> End:
+    if isinstance(ending, attempts.Outcome):
+        return lambda session: attempts.succeed(session, run.job_id, run.attempt, ending)
+    if isinstance(ending, JobFailed):
+        return _failing(run, ending)
+    assert ending is not None
+    return _end_of_stop(run, ending.reason, ending.why)
+
+
+def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
     match reason:
         case "cancel":
             return lambda session: attempts.cancel(session, run.job_id, run.attempt)
@@ -257,18 +303,17 @@ def _end_of_stop(run: Run, reason: Reason) -> End:
             message = "The job reached spec.resources.time_limit_s: set a longer limit."
             return _failing(run, JobFailed("time_limit_exceeded", message, "spec.resources.time_limit_s"))
         case "shutdown":
-            return _losing(run, "The node is shutting down", counts=False)
+            return _losing(run, why or "The node is shutting down", counts=False)
         case "unreachable":
             return _losing(run, "The node could not reach the database for too long")
+        case "outage":
+            return _losing(run, why)
         case "crashed":
-            return _losing(run, "A training process was killed")
+            return _losing(run, why or "A training process was killed")
+        case "broken" | "silent":
+            return _losing(run, "A node of the job was lost")
         case "lost":
             return lambda session: False
-
-
-def _keeping_back(held: list[str], run: Run, placement: Placement, end: End) -> End:
-    """The end, in one transaction with the quarantine of GPUs that must not return to the pool."""
-    return lambda session: attempts.quarantine(session, run.job_id, run.attempt, placement.node_id, held) and end(session)
 
 
 def _losing(run: Run, why: str, *, counts: bool = True) -> End:

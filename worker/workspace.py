@@ -1,6 +1,6 @@
-"""The directory of one attempt: the paths and line formats that the supervisor and the trainer agree on.
+"""The directory of one attempt on one node: the paths and line formats that the supervisor and the trainer agree on.
 
-    <root>/<job>/<attempt>/
+    <root>/<job>/<attempt>/              on the first node of a job; on others <root>/<job>/<attempt>/node-N/
         spec.json            the resolved TrainingSpec                         written by the supervisor
         reports.json         Reports: the trackers that the trainer itself tells  written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
@@ -120,10 +120,21 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Run:
-    """Which attempt of which job a directory belongs to."""
+    """Which attempt of which job a directory belongs to, and which of the job's nodes it is for."""
 
     job_id: str
     attempt: int
+    node_rank: int = 0
+
+    @property
+    def mark(self) -> str:
+        """What every process of it carries in its environment."""
+        return f"{self.job_id}.{self.attempt}.{self.node_rank}"
+
+    def folder(self, workspaces: Path) -> Path:
+        """Its directory; a node beside the first has one of its own, also where all share a file system."""
+        root = workspaces / self.job_id / str(self.attempt)
+        return root / f"node-{self.node_rank}" if self.node_rank else root
 
 
 @dataclass(frozen=True)

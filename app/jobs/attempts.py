@@ -16,6 +16,7 @@ from app.jobs.history import End
 from app.jobs.status import Status, switch_status
 from app.jobs.tables import Artifact, Checkpoint, Job, Metrics, Wait
 from app.models import service as models
+from app.nodes import gangs
 from app.nodes import service as nodes
 
 
@@ -26,6 +27,10 @@ class Lease:
     cancel_requested: bool
     pause_requested: bool
     run_seconds: float
+    seconds_left: float
+    """How long the lease lasts: less than a whole one where another node of the job is silent."""
+    is_gang_broken: bool
+    """Whether another node's part in the attempt has ended, so that this one's is in vain."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def give_back_unclaimed(session: Session, job_id: str, attempt: int) -> None:
 
 
 def start(session: Session, job_id: str, attempt: int) -> bool:
-    """The attempt has a supervisor: the job runs, under a lease."""
+    """The attempt has a supervisor, on the first of its nodes to come: the job runs, under a lease."""
     guards = (Job.status == Status.QUEUED, Job.attempt == attempt)
     told = NewEvent("The job is running", data={"attempt": attempt})
     times = {
@@ -98,20 +103,39 @@ def start(session: Session, job_id: str, attempt: int) -> bool:
     return started
 
 
-def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float) -> Lease | None:
-    """Keep the job for another lease and add the seconds run since the last renewal; None when the attempt has lost it."""
+def renew_lease(session: Session, job_id: str, attempt: int, ran_s: float, *, alone: bool = False) -> Lease | None:
+    """Keep the job for another lease and add the seconds run since the last renewal; None when the attempt has lost it.
+
+    The lease ends a whole one after the most silent of the job's nodes was heard of, unless node rank 0 goes on `alone`.
+    """
+    asked: tuple[Any, ...] = (Job.cancel_requested_at, Job.pause_requested_at, Job.preempted_by)
+    heard = now() if alone else func.coalesce(gangs.oldest_beat_of_others(job_id, attempt), now())
     renewed = (
         update(Job)
         .where(*_held(job_id, attempt))
-        .values(lease_expires_at=_lease_end(), run_seconds=Job.run_seconds + ran_s)
-        .returning(Job.cancel_requested_at, Job.pause_requested_at, Job.preempted_by, Job.run_seconds)
+        .values(lease_expires_at=heard + get_settings().lease_s, run_seconds=Job.run_seconds + ran_s)
+        .returning(*asked, Job.run_seconds, Job.lease_expires_at - now())
         .execution_options(synchronize_session=False)
     )
     row = session.execute(renewed).one_or_none()
     if row is None:
         return None
-    cancel_at, pause_at, preempted_by, run_seconds = row
-    return Lease(cancel_at is not None, pause_at is not None or preempted_by is not None, run_seconds)
+    cancel_at, pause_at, preempted_by, run_seconds, seconds_left = row
+    gangs.beat(session, job_id, attempt, 0)
+    is_broken = not alone and gangs.is_broken(session, job_id, attempt, 0)
+    return Lease(
+        cancel_at is not None, pause_at is not None or preempted_by is not None, run_seconds, seconds_left or 0.0, is_broken
+    )
+
+
+def stay(session: Session, job_id: str, attempt: int, node_rank: int) -> Lease | None:
+    """What node rank 0 does by renewing the lease, any other node does by this: its part goes on. None when it may not."""
+    if not gangs.beat(session, job_id, attempt, node_rank):
+        return None
+    row = session.execute(select(Job.run_seconds, Job.lease_expires_at - now()).where(*_held(job_id, attempt))).one_or_none()
+    if row is None:
+        return None
+    return Lease(False, False, row[0], row[1] or 0.0, gangs.is_broken(session, job_id, attempt, node_rank))
 
 
 def tell(session: Session, job_id: str, attempt: int, told: Sequence[NewEvent]) -> bool:
@@ -282,6 +306,17 @@ def quarantine(session: Session, job_id: str, attempt: int, node_id: str, gpu_uu
         tell(session, job_id, attempt, [NewEvent(message, level="warn", data={"node": node_id, "gpus": list(gpu_uuids)})])
         nodes.quarantine(session, node_id, gpu_uuids)
     return True
+
+
+def lose_part(session: Session, job_id: str, attempt: int, node_rank: int, why: str) -> None:
+    """A node has lost its supervisor of an attempt, and has killed what was left. The attempt is over once no other node runs
+    a part of it: until then node rank 0, or if that is the lost one the next call, sees to it."""
+    session.execute(select(Job.id).where(Job.id == job_id).with_for_update())
+    gangs.stop(session, job_id, attempt, node_rank, {"reason": "crashed", "why": why})
+    if get_running(session, job_id, attempt) is None:
+        nodes.release(session, job_id, attempt)  # the job has ended or moved on; only the slots were left
+    elif node_rank == 0 and gangs.num_others_running(session, job_id, attempt) == 0:
+        lose(session, job_id, attempt, why)
 
 
 def expired(connection: Connection) -> Sequence[tuple[str, int]]:

@@ -349,12 +349,6 @@ def check_resources(session: Session, spec: TrainingSpec) -> str:
     offers = nodes.offers(session)
     offered, wanted = {offer.accelerator for offer in offers}, spec.resources.accelerator
     accelerator = ("gpu" if "gpu" in offered or not offered else "cpu") if wanted == "auto" else wanted
-    if spec.parallelism.nnodes > 1:
-        raise InvalidRequest(
-            "Jobs over several nodes are not offered yet: set spec.parallelism.nnodes to 1.",
-            code="resources_unsatisfiable",
-            param="spec.parallelism.nnodes",
-        )
     if offers and not spec.resources.wait_for_nodes:
         resources = spec.resources.model_copy(update={"accelerator": accelerator})
         _refuse_impossible(Demand.of(spec.model_copy(update={"resources": resources})), offers)

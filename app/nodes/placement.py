@@ -109,7 +109,7 @@ def _held() -> Select[Any]:
     columns: list[Any] = [Placement.job_id, Placement.node_id, Placement.slots, Placement.placed_at]
     of_job: list[Any] = [Job.project_id, Job.priority, Job.accelerator, Job.estimated_finish, Job.time_limit_s, Job.run_seconds]
     joined = select(*columns, *of_job, Job.preempted_by).join(Job, Job.id == Placement.job_id)
-    return joined.where(Placement.state.in_(("placed", "claimed")))
+    return joined.where(Placement.state != "released")
 
 
 def _machine(row: Row[Any], at: float) -> Machine:
@@ -206,7 +206,8 @@ def _lock_nodes(session: Session, decision: Decision) -> list[Node]:
 def _place(session: Session, decision: Decision, chosen: Sequence[Node]) -> None:
     job_id, slots = decision.job_id, decision.demand.slots
     attempt = attempts.begin(session, job_id)
-    for node_rank, node in enumerate(chosen):
+    # torch elastic numbers the nodes by their addresses, as text: ours must agree.
+    for node_rank, node in enumerate(sorted(chosen, key=lambda node: node.address)):
         session.add(
             Placement(
                 job_id=job_id,
@@ -239,7 +240,8 @@ def resend_lost_launches() -> None:
 
 
 def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | None:
-    """Start the attempt and take up its placement for the supervisor `pid`; None where another delivery did, or it is gone."""
+    """Start or join the attempt, and take up its placement for the supervisor `pid`; None where another delivery did, or it is
+    gone."""
     taken = (
         update(Placement)
         .where(
@@ -248,13 +250,14 @@ def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | No
             Placement.node_rank == node_rank,
             Placement.state == "placed",
         )
-        .values(state="claimed", supervisor_pid=pid, claimed_at=now())
+        .values(state="claimed", supervisor_pid=pid, claimed_at=now(), heartbeat_at=now())
         .returning(Placement)
         .execution_options(synchronize_session=False)
     )
     with db.write() as session:
         # A job's row is locked before its placements and nodes, here as elsewhere, so that none waits for another in a circle.
-        placement = session.scalar(taken) if attempts.start(session, job_id, attempt) else None
+        runs = attempts.start(session, job_id, attempt) or attempts.get_running(session, job_id, attempt) is not None
+        placement = session.scalar(taken) if runs else None
         if placement is None:
             session.rollback()  # a placement that was given back must not leave a job that runs nowhere
         else:

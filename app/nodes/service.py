@@ -121,17 +121,20 @@ def holding(session: Session, job_id: str) -> int:
 
 
 def claimed_here(connection: Connection, name: str) -> Sequence[RowMapping]:
-    """What this node is said to run: `job_id`, `attempt`, `supervisor_pid`, `gpu_uuids`."""
-    columns = (Placement.job_id, Placement.attempt, Placement.supervisor_pid, Placement.gpu_uuids)
-    claimed = select(*columns).where(Placement.node_id == name, Placement.state == "claimed")
+    """What this node is said to run: `job_id`, `attempt`, `node_rank`, `supervisor_pid`, `gpu_uuids`.
+
+    Node rank 0 has more to do when its own part is over: it waits for the others, and writes the end.
+    """
+    columns = (Placement.job_id, Placement.attempt, Placement.node_rank, Placement.supervisor_pid, Placement.gpu_uuids)
+    runs = (Placement.state == "claimed") | ((Placement.state == "stopped") & (Placement.node_rank == 0))
+    claimed = select(*columns).where(Placement.node_id == name, runs)
     return connection.execute(claimed).mappings().all()
 
 
-def is_claimed(connection: Connection, job_id: str, attempt: int) -> bool:
-    """Whether any node still runs this attempt by right."""
-    claimed = select(Placement.job_id).where(
-        Placement.job_id == job_id, Placement.attempt == attempt, Placement.state == "claimed"
-    )
+def is_claimed(connection: Connection, job_id: str, attempt: int, node_rank: int) -> bool:
+    """Whether a node still runs this part of an attempt by right."""
+    part = (Placement.job_id == job_id, Placement.attempt == attempt, Placement.node_rank == node_rank)
+    claimed = select(Placement.job_id).where(*part, Placement.state == "claimed")
     return connection.execute(claimed.limit(1)).one_or_none() is not None
 
 

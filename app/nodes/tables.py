@@ -53,8 +53,16 @@ class Placement(Base):
     slots: Mapped[int]
     gpu_uuids: Mapped[list[Any]]
     state: Mapped[str] = mapped_column(String(16))
-    """placed (nobody has taken it yet) -> claimed (a supervisor runs it) -> released (the slots are free again)."""
+    """placed (nobody has taken it yet) -> claimed (a supervisor runs it) -> released (the slots are free again). Of a job
+    over several nodes one may be `stopped` in between: its processes are gone, and it waits for the others."""
     supervisor_pid: Mapped[int | None]
     placed_at: Mapped[float] = mapped_column(default=now())
     claimed_at: Mapped[float | None]
+    heartbeat_at: Mapped[float | None]
+    """When its supervisor was last heard of."""
+    rendezvous_port: Mapped[int | None]
+    """On node rank 0: where the ranks of all nodes meet."""
+    failure: Mapped[dict[str, Any] | None]
+    """Why this node's part ended, where it ended badly; see worker/gang.py."""
+    stopped_at: Mapped[float | None]
     released_at: Mapped[float | None]

@@ -43,8 +43,8 @@ def test_a_log_that_cannot_be_stored_does_not_hide_why_the_attempt_ends(
     placement: Any = type("Placement", (), {"gpu_uuids": []})
     workspace = Workspace(tmp_path)
     with Heartbeat(run, workspace) as heartbeat:
-        end = supervisor._run_to_end(run, placement, workspace, heartbeat)
-    supervisor._write_end(run, end)
+        ending = supervisor._run_to_end(run, placement, workspace, heartbeat)
+    supervisor._write_end(run, supervisor._end_of(run, ending))
     with db.write() as session:
         assert session.get_one(Job, run.job_id).status == "cancelled"
 

@@ -125,7 +125,7 @@ class Sharding(TrainerCallback):
 
 
 class Stopper(TrainerCallback):
-    """Saves and stops at the end of a step when the workspace or a signal asks, all ranks at the same step."""
+    """Saves and stops at the end of a step when any node's workspace or a signal asks, all ranks at the same step."""
 
     def __init__(self, workspace: Workspace, trainer: Trainer) -> None:
         self.workspace = workspace
@@ -138,7 +138,7 @@ class Stopper(TrainerCallback):
         self._signalled = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        asked = self._signalled or (state.is_world_process_zero and self.workspace.stop.exists())
+        asked = self._signalled or (state.is_local_process_zero and self.workspace.stop.exists())
         if self._any_rank(asked) and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = True
@@ -163,11 +163,13 @@ class Checkpoints(TrainerCallback):
         self._told_step: int | None = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        folder = self.workspace.checkpoints / f"checkpoint-{state.global_step}"
         if dist.is_initialized():
             dist.barrier()
+        if is_over_nodes():
+            gather_on_first_node(folder, args.local_process_index)
         if not state.is_world_process_zero:
             return
-        folder = self.workspace.checkpoints / f"checkpoint-{state.global_step}"
         mark_complete(folder, state.global_step, self.trainer.num_trained_tokens, self.spec, self.fingerprint)
         if state.global_step == self._told_step:
             return  # a stop at the end of an epoch saves the step twice
@@ -230,6 +232,30 @@ def mark_complete(folder: Path, step: int, trained_tokens: int, spec: TrainingSp
     write_json(folder / CHECKPOINT_MARKER, marker)
 
 
+def gather_on_first_node(folder: Path, local_rank: int) -> None:
+    """Bring what the ranks of other nodes have written to the first node, the one that stores checkpoints; every rank must
+    ask. Each rank writes only the state of its random numbers there, some ten kilobytes."""
+    is_elsewhere = os.environ["GROUP_RANK"] != "0"
+    own = {path.name: path.read_bytes() for path in _files(folder)} if is_elsewhere and local_rank == 0 else {}
+    gathered: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    if is_first_rank():
+        for files in gathered:
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+    if own:
+        shutil.rmtree(folder)
+
+
+def check_same_start(checkpoint: Checkpoint | None, where: torch.device) -> None:
+    """Every node looks for the checkpoint to go on from by itself: all must have found the same; every rank must ask."""
+    step = float(checkpoint.step) if checkpoint else 0.0
+    latest, earliest = highest_over_ranks([step, -step], where)
+    if latest != -earliest:
+        text = f"One node goes on from step {-earliest:.0f} and another from step {latest:.0f}."
+        raise TrainerError("resume_not_exact", text)
+
+
 def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> Checkpoint | None:
     """The newest complete checkpoint; incomplete ones are deleted, one of another run is refused."""
     for checkpoint in reversed(find_checkpoints(workspace)):
@@ -260,6 +286,11 @@ def highest_over_ranks(values: list[float], where: torch.device) -> list[float]:
     tensor = torch.tensor(values, device=where)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [float(value) for value in tensor]
+
+
+def is_over_nodes() -> bool:
+    """Whether ranks run on several nodes."""
+    return os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
 
 def is_first_rank() -> bool:

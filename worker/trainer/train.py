@@ -19,7 +19,16 @@ import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from app.jobs.spec import TrainingSpec
-from worker.trainer.callbacks import Checkpoint, Checkpoints, Reporter, Sharding, Stopper, is_first_rank, resume_point
+from worker.trainer.callbacks import (
+    Checkpoint,
+    Checkpoints,
+    Reporter,
+    Sharding,
+    Stopper,
+    check_same_start,
+    is_first_rank,
+    resume_point,
+)
 from worker.trainer.data import Data, load_data
 from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
@@ -56,6 +65,7 @@ def train(workspace: Workspace) -> Trainer:
     trainer.add_callback(Sharding(workspace))
     trainer.add_callback(Evaluator(workspace, spec))
     trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
+    check_same_start(checkpoint, trainer.accelerator.device)
     if repeats:
         clear(workspace, trainer)
     if is_first_rank():
