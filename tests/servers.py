@@ -32,11 +32,14 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class Postgres:
-    """A running PostgreSQL server that listens on a Unix socket in `folder`."""
+    """A running PostgreSQL server that listens on a Unix socket in `folder`, and at `address` where it has one."""
 
     folder: Path
+    address: str | None = None
 
     def url(self, database: str) -> str:
+        if self.address:
+            return f"postgresql://postgres@{self.address}/{database}"
         return f"postgresql://postgres@/{database}?host={self.folder}"
 
     def create_database(self, template: str | None = None) -> str:
@@ -54,8 +57,8 @@ class Postgres:
 
 
 @contextmanager
-def postgres() -> Iterator[Postgres]:
-    """A PostgreSQL server of this test run. As root it runs as `nobody`: it refuses to run as root."""
+def postgres(address: str | None = None) -> Iterator[Postgres]:
+    """A PostgreSQL server of this test run, for all who reach `address` too. As root it runs as `nobody`: it refuses root."""
     folder = Path(tempfile.mkdtemp(prefix="tuneyard-pg-", dir="/tmp"))  # a socket's path must be short
     user = "nobody" if os.geteuid() == 0 else None
     if user:
@@ -64,10 +67,14 @@ def postgres() -> Iterator[Postgres]:
         programs, data = _readable_programs(folder, user), folder / "data"
         initdb: Command = [programs / "initdb", "-D", data, "-N", "-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale"]
         subprocess.run(initdb, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
-        options: Command = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", "max_connections=200", "-k", folder]
+        if address:
+            with (data / "pg_hba.conf").open("a") as file:
+                file.write(f"host all all {address}/24 trust\n")
+        listen = f"listen_addresses={address or ''}"
+        options: Command = ["-c", "fsync=off", "-c", listen, "-c", "max_connections=200", "-k", folder]
         server = _start([programs / "postgres", "-D", data, *options], folder / "log", cwd=folder, user=user)
         try:
-            running = Postgres(folder)
+            running = Postgres(folder, address)
             _wait(lambda: _accepts(running), server, folder / "log")
             yield running
         finally:
@@ -77,15 +84,16 @@ def postgres() -> Iterator[Postgres]:
 
 
 @contextmanager
-def valkey(folder: Path | None = None) -> Iterator[str]:
-    """A Valkey server on a private Unix socket; yields its broker URL."""
+def valkey(folder: Path | None = None, address: str | None = None) -> Iterator[str]:
+    """A Valkey server on a private Unix socket, or at `address`; yields its broker URL."""
     home = folder or Path(tempfile.mkdtemp(prefix="tuneyard-vk-", dir="/tmp"))
-    path, log = home / "valkey.sock", home / "valkey.log"
-    options: Command = ["--port", "0", "--unixsocket", path, "--unixsocketperm", "700", "--dir", home, "--save", ""]
+    path, log, port = home / "valkey.sock", home / "valkey.log", free_port() if address else 0
+    options: Command = ["--port", str(port), "--unixsocket", path, "--unixsocketperm", "700", "--dir", home, "--save", ""]
+    options += ["--bind", address, "--protected-mode", "no"] if address else []
     server = _start([get_binary_path(), *options], log)
     try:
         _wait(lambda: _pings(path), server, log)
-        yield f"redis+socket://{path}"
+        yield f"redis://{address}:{port}/0" if address else f"redis+socket://{path}"
     finally:
         _stop(server, signal.SIGTERM)
         if folder is None:

@@ -4,9 +4,22 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Literal
 
-from worker.heartbeat import Stopped
 from worker.workspace import Failure, Workspace, read_json
+
+# broken: another node's part has failed. silent: another node has not been heard of for most of the lease.
+Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "outage", "crashed", "broken", "silent", "lost"]
+
+
+class Stopped(Exception):
+    """The attempt ends before its work is done; `why` in words, where the reason alone does not say it."""
+
+    def __init__(self, reason: Reason, why: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.why = why
+
 
 # What a rank says when another one has gone: gloo's and NCCL's errors, and the stores' that they meet through.
 COLLATERAL = re.compile(

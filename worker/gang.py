@@ -21,8 +21,7 @@ from app.jobs.attempts import Outcome
 from app.nodes import gangs
 from app.nodes.gangs import Member
 from worker import prepare
-from worker.failures import JobFailed, age_s, traceback_of
-from worker.heartbeat import Stopped
+from worker.failures import JobFailed, Stopped, age_s, traceback_of
 from worker.workspace import Run, Workspace
 
 log = logging.getLogger(__name__)

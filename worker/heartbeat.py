@@ -6,12 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal
 
 from app import db
 from app.config import get_settings
 from app.jobs import attempts
 from worker import launch
+from worker.failures import Reason, Stopped
 from worker.workspace import Run, StopRequest, Workspace, write_json
 
 log = logging.getLogger(__name__)
@@ -24,18 +24,6 @@ GIVE_UP_S = 600.0
 BROKEN_GANG_GRACE_S = 2.0
 # The part of the lease at whose beginning an attempt that cannot renew it is asked to stop, and half of it until it is killed.
 LAST_PART = 0.2
-
-# broken: another node's part has failed. silent: another node has not been heard of for most of the lease.
-Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "outage", "crashed", "broken", "silent", "lost"]
-
-
-class Stopped(Exception):
-    """The attempt ends before its work is done; `why` in words, where the reason alone does not say it."""
-
-    def __init__(self, reason: Reason, why: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.why = why
 
 
 class Heartbeat:

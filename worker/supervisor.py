@@ -33,8 +33,8 @@ from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
 from worker import gang, gpus, launch, meeting, prepare, publish, tracking
-from worker.failures import JobFailed, failure_of, last_line
-from worker.heartbeat import Heartbeat, Reason, Stopped
+from worker.failures import JobFailed, Reason, Stopped, failure_of, last_line
+from worker.heartbeat import Heartbeat
 from worker.redaction import Redactor
 from worker.reporter import Reporter
 from worker.workspace import HubPush, Result, Run, Workspace, read_json, write_json

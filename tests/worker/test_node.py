@@ -109,7 +109,7 @@ class TestAfterACut:
 
 def trainer_in(workspace_dir: Path, job_id: str) -> Iterator[psutil.Process]:
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(600)", f"{workspace_dir}/{job_id}/1"]
-    with subprocess.Popen(command, env={launch.MARK: f"{job_id}.1"}, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, env={launch.MARK: Run(job_id, 1).mark}, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # its new environment can be read from here on
         yield psutil.Process(process.pid)

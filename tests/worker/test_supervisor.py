@@ -15,7 +15,8 @@ from app.nodes.service import NodeReport
 from app.nodes.tables import Node, Placement
 from tests import factories
 from worker import launch, prepare, supervisor
-from worker.heartbeat import Heartbeat, Stopped
+from worker.failures import Stopped
+from worker.heartbeat import Heartbeat
 from worker.reporter import Reporter
 from worker.workspace import Run, Workspace
 

@@ -1,0 +1,64 @@
+"""Jobs over two hosts, each in a network namespace of its own: nothing is shared but storage, and links can be cut."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.gangs import network
+from tests.gangs.cluster import Cluster, cluster
+
+REASON = network.why_impossible()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+ROWS = 64
+STEPS = 120
+SPEC: dict[str, Any] = {
+    "model": {"dtype": "float32"},
+    "adapter": {"r": 4, "alpha": 8},
+    "data": {"max_length": 256, "packing": "off"},
+    "training": {"learning_rate": 0.01, "per_device_train_batch_size": 4, "max_steps": STEPS},
+    "checkpoints": {"save_steps": 10},
+}
+ONE_NODE = {"parallelism": {"nproc_per_node": 4}}
+TWO_NODES = {"parallelism": {"nnodes": 2, "nproc_per_node": 2}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.build_llama(folder / "tiny-llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("cluster"), models) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def create(service: Cluster, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], str]:
+    file = service.upload(tiny.write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", tiny.chat_rows(ROWS)))
+    return lambda parallelism: service.create_job(models / "tiny-llama", file, SPEC | parallelism, seed=1).id
+
+
+@pytest.fixture(scope="module")
+def expected(service: Cluster, create: Callable[[dict[str, Any]], str]) -> list[float]:
+    """The losses of four ranks on one host."""
+    job_id = create(ONE_NODE)
+    job = service.wait_for_end(job_id)
+    assert job.status == "succeeded", job.error
+    return service.losses(job_id)
+
+
+def test_two_hosts_of_two_ranks_train_as_one_of_four(
+    service: Cluster, create: Callable[[dict[str, Any]], str], expected: list[float], tmp_path: Path
+) -> None:
+    job_id = create(TWO_NODES)
+    job = service.wait_for_end(job_id)
+    assert job.status == "succeeded", job.error
+    assert service.losses(job_id) == expected
+    assert (service.download(job_id, tmp_path) / "adapter" / "adapter_model.safetensors").exists()
