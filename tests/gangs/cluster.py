@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +44,9 @@ class Node:
 
     def ranks(self) -> list[psutil.Process]:
         return [process for process in self.trainers() if not _says(process, "torch.distributed.run")]
+
+    def supervisor(self) -> psutil.Process:
+        return next(process for process in self.processes() if _says(process, "worker.supervisor"))
 
     def kill(self) -> None:
         """As a power cut does it: everything at once, nothing can say goodbye."""
@@ -119,15 +121,6 @@ def cluster(folder: Path, models: Path, num_nodes: int = 2, **environment: str) 
         yield service
         for client in service.clients:
             client.close()
-
-
-def seconds_until_down(node: Node, patience_s: float = 120.0) -> float:
-    """How long it takes from now until nothing of a training runs on a host any more."""
-    start = time.monotonic()
-    while node.trainers():
-        assert time.monotonic() - start < patience_s, f"{node.name} still trains"
-        time.sleep(0.1)
-    return time.monotonic() - start
 
 
 def _node(host: Host, name: str, folder: Path, common: dict[str, str]) -> Node:

@@ -9,6 +9,7 @@ import pytest
 from tests import tiny
 from tests.gangs import network
 from tests.gangs.cluster import Cluster, cluster
+from tests.gangs.disasters import attempt_of, cut_link, kill_node, kill_rank, strike
 
 REASON = network.why_impossible()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
@@ -62,3 +63,20 @@ def test_two_hosts_of_two_ranks_train_as_one_of_four(
     assert job.status == "succeeded", job.error
     assert service.losses(job_id) == expected
     assert (service.download(job_id, tmp_path) / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_killed_rank_a_lost_host_and_a_cut_link_change_nothing(
+    service: Cluster, create: Callable[[dict[str, Any]], str], expected: list[float]
+) -> None:
+    first, second = service.node_ranks()
+    job_id = create(TWO_NODES)
+    strike(service, job_id, kill_rank, second, step=15)
+    strike(service, job_id, kill_node, first, step=45)
+    strike(service, job_id, cut_link, second, step=75)
+    job = service.wait_for_end(job_id)
+    assert job.status == "succeeded", job.error
+    assert attempt_of(service, job_id) >= 4
+    assert service.losses(job_id) == expected
+    told = [event.message for event in service.client.fine_tuning.jobs.list_events(job_id, limit=100)]
+    assert "A training process was killed on node host-1: the job is queued again" in told
+    assert "Node host-1 was lost: the job is queued again" in told
