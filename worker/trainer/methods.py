@@ -199,7 +199,9 @@ def shared_arguments(spec: TrainingSpec, workspace: Workspace, data: Data) -> di
         "report_to": "none",
         "disable_tqdm": True,
         # parallelism
-        "ddp_find_unused_parameters": False,
+        # With it DDP keeps the order in which it adds gradients up. Without, it changes that after its first step, also after
+        # the first step of a resumed run: of more than two ranks the sums then differ in their last digit.
+        "ddp_find_unused_parameters": on_cpu and spec.world_size > 2,
         **_memory_options(spec),
     }
 
