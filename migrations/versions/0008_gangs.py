@@ -6,8 +6,8 @@ from sqlalchemy.dialects import postgresql
 
 JSON = sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
 
-revision = "0006_gangs"
-down_revision = "0005_attempts"
+revision = "0008_gangs"
+down_revision = "0007_idempotency_keys"
 branch_labels = None
 depends_on = None
 
