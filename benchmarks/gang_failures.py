@@ -2,9 +2,9 @@
 
     python benchmarks/gang_failures.py [ddp|fsdp2 ...]        as root: hosts are network namespaces on one bridge
 
-Two hosts of two CPU ranks each, every host with a disk of its own, train one job through the API while ranks, supervisors, hosts
-and links are lost, on the first node of the job and on the other. The base line is the same job on one host of four ranks, never
-disturbed: its losses are what the disturbed job must end with.
+Two hosts of two CPU ranks each, every host with a disk of its own, train one job through the API while ranks, supervisors,
+hosts and links are lost, on the first node of the job and on the other. The base line is the same job on one host of four
+ranks, never disturbed: its losses are what the disturbed job must end with.
 """
 
 import contextlib
