@@ -82,7 +82,8 @@ def _rank_of(failure: dict[str, Any]) -> int:
 def _ending(first: Member, members: Sequence[Member]) -> Ending:
     failure = first.failure or {}
     if "code" in failure:
-        return JobFailed(failure["code"], failure["message"], failure["param"])
+        where = f"On node {first.node}: " if first.node_rank else ""
+        return JobFailed(failure["code"], where + failure["message"], failure["param"])
     # One that says nothing is why those that were left behind say that they were.
     silent = [member.node for member in members if member.stopped_at is None]
     if silent and failure["reason"] in ("crashed", "broken", "silent"):

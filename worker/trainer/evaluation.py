@@ -4,8 +4,11 @@ Everything is read from the history of losses that a checkpoint carries, so a re
 """
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+from accelerate.utils.constants import FSDP_MODEL_NAME  # type: ignore[import-untyped]
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from app.jobs.spec import EarlyStopping, TrainingSpec
@@ -67,9 +70,23 @@ def load_best(trainer: Trainer, workspace: Workspace, *, is_first_rank: bool) ->
     if chosen is None or chosen.step == trainer.state.global_step:
         return
     folder = workspace.checkpoints / f"checkpoint-{chosen.step}"
-    if not folder.is_dir():
+    if not _is_on_first_node(folder):
         return
+    if trainer.is_fsdp_enabled:
+        # Other nodes have no such folder, and get the weights from the first rank: only the file's name is looked for there.
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{FSDP_MODEL_NAME}.bin").touch()
+    elif not folder.is_dir():
+        return  # each rank has all weights, and the first one exports its own
     trainer._load_from_checkpoint(str(folder), trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model)
     if is_first_rank:
         facts = {"step": chosen.step, "eval_loss": chosen.loss}
         append_line(workspace.log, LogLine(f"exporting the best checkpoint, of step {chosen.step}", data=facts))
+
+
+def _is_on_first_node(folder: Path) -> bool:
+    """What the first rank finds counts for all, or some would wait for others that do nothing; every rank must ask."""
+    found = [folder.is_dir()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
