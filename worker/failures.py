@@ -28,6 +28,11 @@ COLLATERAL = re.compile(
 )
 
 
+# What torch elastic says of a rank that a signal ended; its own, to those that are left, is SIGTERM.
+KILLED = re.compile(r"Signal \d+ \((?!SIGTERM)\w+\) received by PID")
+LOG_TAIL_BYTES = 1 << 16
+
+
 class JobFailed(Exception):
     """The job cannot succeed as it stands: a stable code, and what to change."""
 
@@ -39,13 +44,17 @@ class JobFailed(Exception):
 
 
 def failure_of(workspace: Workspace) -> Exception:
-    """The cause the trainer named, else the first failing rank's exception, else Stopped("crashed"): a process was killed."""
+    """The cause the trainer named, else the first failing rank's exception, else Stopped: a process was killed ("crashed"), or
+    there were only ranks that another had left behind ("broken")."""
     if workspace.failure.exists():
         failure = Failure(**read_json(workspace.failure))
         return JobFailed(failure.code, failure.message, failure.param)
     cause = _first_rank_error(workspace)
-    if cause is None or COLLATERAL.search(cause):  # the rank that was killed says nothing, only those it left behind
+    if cause is None:  # the rank that failed first could say nothing
         return Stopped("crashed")
+    if COLLATERAL.search(cause):
+        is_here = KILLED.search(_end_of(workspace.trainer_log))
+        return Stopped("crashed") if is_here else Stopped("broken", "A training process was lost")
     return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
 
 
@@ -67,6 +76,12 @@ def traceback_of(workspace: Workspace) -> str | None:
         return str(message["extraInfo"]["py_callstack"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - LOG_TAIL_BYTES, 0))
+        return file.read().decode(errors="replace")
 
 
 def last_line(log: Path) -> str:

@@ -311,7 +311,7 @@ def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
         case "crashed":
             return _losing(run, why or "A training process was killed")
         case "broken" | "silent":
-            return _losing(run, "A node of the job was lost")
+            return _losing(run, why or "A node of the job was lost")
         case "lost":
             return lambda session: False
 
