@@ -15,7 +15,7 @@ REASON = network.why_impossible()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
 
 ROWS = 64
-STEPS = 120
+STEPS = 100
 SPEC: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "adapter": {"r": 4, "alpha": 8},
@@ -70,9 +70,9 @@ def test_a_killed_rank_a_lost_host_and_a_cut_link_change_nothing(
 ) -> None:
     first, second = service.node_ranks()
     job_id = create(TWO_NODES)
-    strike(service, job_id, kill_rank, second, step=15)
-    strike(service, job_id, kill_node, first, step=45)
-    strike(service, job_id, cut_link, second, step=75)
+    strike(service, job_id, kill_rank, second, step=10)
+    strike(service, job_id, kill_node, first, step=30)
+    strike(service, job_id, cut_link, second, step=50)
     job = service.wait_for_end(job_id)
     assert job.status == "succeeded", job.error
     assert attempt_of(service, job_id) >= 4
