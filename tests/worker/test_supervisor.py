@@ -14,7 +14,7 @@ from app.nodes import service as nodes
 from app.nodes.service import NodeReport
 from app.nodes.tables import Node, Placement
 from tests import factories
-from worker import launch, prepare, supervisor
+from worker import gang, launch, prepare, supervisor
 from worker.failures import Stopped
 from worker.heartbeat import Heartbeat
 from worker.reporter import Reporter
@@ -50,16 +50,15 @@ def test_a_log_that_cannot_be_stored_does_not_hide_why_the_attempt_ends(
         assert session.get_one(Job, run.job_id).status == "cancelled"
 
 
-def test_a_gpu_that_keeps_memory_leaves_the_pool_in_the_moment_the_attempt_ends(run: Run) -> None:
+def test_a_gpu_that_keeps_memory_leaves_the_pool_before_the_attempt_ends(run: Run, tmp_path: Path) -> None:
     gpus = [{"uuid": "GPU-0", "name": "H200", "memory_bytes": 1}, {"uuid": "GPU-1", "name": "H200", "memory_bytes": 1}]
     with db.write() as session:
         nodes.register(session, NodeReport("g", "127.0.0.1", "gpu", 2, gpus, {}))
         held = {"job_id": run.job_id, "attempt": 1, "node_rank": 0, "node_id": "g", "slots": 2, "state": "claimed"}
         session.add(Placement(gpu_uuids=["GPU-0", "GPU-1"], **held))
         session.execute(update(Node).values(free_slots=0))
-    placement: Any = type("Placement", (), {"gpu_uuids": ["GPU-0", "GPU-1"], "node_id": "g"})
-    ends = supervisor._end_of_stop(run, "cancel")
-    supervisor._write_end(run, supervisor._keeping_back(["GPU-1"], run, placement, ends))
+    gang.report(run, Stopped("cancel"), Workspace(tmp_path), "g", ["GPU-1"])
+    supervisor._write_end(run, supervisor._end_of(run, Stopped("cancel")))
     with db.write() as session:
         assert session.get_one(Job, run.job_id).status == "cancelled"
         node = session.get_one(Node, "g")
