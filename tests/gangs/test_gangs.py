@@ -80,3 +80,11 @@ def test_a_killed_rank_a_lost_host_and_a_cut_link_change_nothing(
     told = [event.message for event in service.client.fine_tuning.jobs.list_events(job_id, limit=100)]
     assert "A training process was killed on node host-1: the job is queued again" in told
     assert "Node host-1 was lost: the job is queued again" in told
+
+
+def test_a_cancelled_job_leaves_no_process_on_any_host(service: Cluster, create: Callable[[dict[str, Any]], str]) -> None:
+    job_id = create(TWO_NODES)
+    service.wait_for_step(job_id, 2)
+    service.client.fine_tuning.jobs.cancel(job_id)
+    assert service.wait_for_end(job_id).status == "cancelled"
+    assert [node.name for node in service.nodes if node.trainers()] == []
