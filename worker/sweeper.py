@@ -104,7 +104,7 @@ def _named_by_processes() -> set[str]:
     found: set[str] = set()
     for process in psutil.process_iter():
         try:
-            found |= {*process.cmdline(), process.environ().get(MARK, "").rpartition(".")[0]}
+            found |= {*process.cmdline(), process.environ().get(MARK, "").partition(".")[0]}
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
