@@ -11,8 +11,7 @@ from tests.gangs import network
 from tests.gangs.cluster import Cluster, cluster
 from tests.gangs.disasters import attempt_of, cut_link, kill_node, kill_rank, strike
 
-REASON = network.why_impossible()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gangs")]
 
 ROWS = 64
 STEPS = 100
@@ -36,6 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Cluster]:
+    if reason := network.why_impossible():
+        pytest.skip(reason)
     with cluster(tmp_path_factory.mktemp("cluster"), models) as service:
         yield service
 
