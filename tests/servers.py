@@ -30,12 +30,27 @@ Command = list[str | Path]
 _libc = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Postgres:
-    """A running PostgreSQL server that listens on a Unix socket in `folder`, and at `address` where it has one."""
+    """A PostgreSQL server that listens on a Unix socket in `folder`, and at `address` where it has one. It may be stopped and
+    started again."""
 
     folder: Path
+    command: Command = field(repr=False)
+    user: str | None
     address: str | None = None
+    process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
+
+    def start(self) -> None:
+        """Start, and wait until it takes connections."""
+        self.process = _start(self.command, self.folder / "log", cwd=self.folder, user=self.user)
+        _wait(lambda: _accepts(self), self.process, self.folder / "log")
+
+    def stop(self) -> None:
+        """Fast shutdown: it does not wait for clients, and cuts them off."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            _stop(self.process, signal.SIGINT)
 
     def url(self, database: str) -> str:
         if self.address:
@@ -72,13 +87,12 @@ def postgres(address: str | None = None) -> Iterator[Postgres]:
                 file.write(f"host all all {address}/24 trust\n")
         listen = f"listen_addresses={address or ''}"
         options: Command = ["-c", "fsync=off", "-c", listen, "-c", "max_connections=200", "-k", folder]
-        server = _start([programs / "postgres", "-D", data, *options], folder / "log", cwd=folder, user=user)
+        running = Postgres(folder, [programs / "postgres", "-D", data, *options], user, address)
+        running.start()
         try:
-            running = Postgres(folder, address)
-            _wait(lambda: _accepts(running), server, folder / "log")
             yield running
         finally:
-            _stop(server, signal.SIGINT)  # fast shutdown: does not wait for clients
+            running.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

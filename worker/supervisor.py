@@ -42,8 +42,10 @@ from worker.workspace import HubPush, Result, Run, Workspace, read_json, write_j
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+TEARDOWN_S = 60.0
 # What passes: the database, the file system, an object store (s3fs and gcsfs raise OSErrors).
-OUTAGES = (OperationalError, PoolTimeoutError, OSError)
+DATABASE_AWAY = (OperationalError, PoolTimeoutError)
+OUTAGES = (*DATABASE_AWAY, OSError)
 End = Callable[[Session], bool]
 
 
@@ -161,14 +163,24 @@ def _follow(
     process: subprocess.Popen[bytes], run: Run, workspace: Workspace, heartbeat: Heartbeat, poll: Callable[[], None]
 ) -> None:
     """Report lines until the trainer has ended; Stopped where it was asked to end."""
-    while process.poll() is None:
+    while not _is_done(process, workspace):
         time.sleep(POLL_S)
         _tolerating_outage(poll)
     launch.kill_attempt(run)
-    _tolerating_outage(poll)
+    _report_rest(poll, heartbeat)
     if heartbeat.reason == "broken" and isinstance(failure := failure_of(workspace), JobFailed):
         raise failure  # of this node's own: it may be what broke the others
     heartbeat.raise_if_stopped()
+
+
+def _is_done(process: subprocess.Popen[bytes], workspace: Workspace) -> bool:
+    """Whether the trainer has ended, or has handed over its result so long ago that its teardown hangs."""
+    if process.poll() is not None:
+        return True
+    try:
+        return time.time() - workspace.result.stat().st_mtime > TEARDOWN_S  # both by this machine's clock
+    except FileNotFoundError:
+        return False
 
 
 def _verify(
@@ -305,7 +317,8 @@ def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
         case "shutdown":
             return _losing(run, why or "The node is shutting down", counts=False)
         case "unreachable":
-            return _losing(run, "The node could not reach the database for too long")
+            # No fault of the job: were it counted, three outages would end every job there is.
+            return _losing(run, "The node could not reach the database for too long", counts=False)
         case "outage":
             return _losing(run, why)
         case "crashed":
@@ -332,7 +345,7 @@ def _write_end(run: Run, end: End) -> None:
                 if not end(session):
                     log.warning("the attempt no longer holds the job; nothing was written")
             return
-        except (OperationalError, PoolTimeoutError):
+        except DATABASE_AWAY:
             log.warning("database unreachable; the end of the attempt waits", exc_info=True)
             time.sleep(get_settings().heartbeat_s)
         except Exception:  # an end that can never be written must not hold the job for ever
@@ -341,15 +354,28 @@ def _write_end(run: Run, end: End) -> None:
             time.sleep(get_settings().heartbeat_s)
 
 
-def _tolerating_outage(action: Callable[[], None]) -> None:
+def _tolerating_outage(action: Callable[[], None], of: type[Exception] | tuple[type[Exception], ...] = OUTAGES) -> None:
     """What cannot be reported now is reported later; only a full disk ends the attempt."""
     try:
         action()
-    except OUTAGES as error:
+    except of as error:
         if _is_disk_full(error):
             raise
         log.warning("database or storage unreachable; lines wait in the workspace", exc_info=True)
         time.sleep(get_settings().heartbeat_s)
+
+
+def _report_rest(report: Callable[[], None], heartbeat: Heartbeat) -> None:
+    """What the trainer wrote last, its last checkpoint too, however long the database is away: nothing trains any more."""
+    while True:
+        try:
+            _tolerating_outage(report, of=OSError)
+            return
+        except DATABASE_AWAY:
+            log.warning("database unreachable; the trainer's last lines wait", exc_info=True)
+            if heartbeat.reason == "unreachable":
+                heartbeat.stand_down()  # it has stopped: this process waits, and does not hang
+            time.sleep(get_settings().heartbeat_s)
 
 
 def _is_disk_full(error: BaseException) -> bool:

@@ -1,11 +1,15 @@
 """How an attempt ends, whatever happens to it."""
 
 import errno
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import update
+from sqlalchemy.exc import OperationalError
 
 from app import db
 from app.jobs.tables import Job
@@ -18,7 +22,7 @@ from worker import gang, launch, prepare, supervisor
 from worker.failures import Stopped
 from worker.heartbeat import Heartbeat
 from worker.reporter import Reporter
-from worker.workspace import Run, Workspace
+from worker.workspace import Result, Run, Workspace, write_json
 
 
 @pytest.fixture
@@ -63,3 +67,40 @@ def test_a_gpu_that_keeps_memory_leaves_the_pool_before_the_attempt_ends(run: Ru
         assert session.get_one(Job, run.job_id).status == "cancelled"
         node = session.get_one(Node, "g")
         assert (node.free_slots, node.quarantined) == (1, ["GPU-1"])
+
+
+def test_the_trainers_last_lines_wait_for_a_database_that_is_away(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than the lease: the trainer has stopped by then, and its last checkpoint is where the job goes on."""
+    monkeypatch.setattr("worker.supervisor.time.sleep", lambda _: None)
+    tries: list[bool] = []
+
+    def report() -> None:
+        tries.append(heartbeat._enforcing)
+        if len(tries) < 5:
+            raise OperationalError("UPDATE", {}, Exception("connection refused"))
+
+    heartbeat = Heartbeat(run, Workspace(tmp_path))
+    heartbeat.request_stop("unreachable")
+    supervisor._report_rest(report, heartbeat)
+    assert tries == [True, False, False, False, False]  # from then on it is no supervisor that hangs
+
+
+def test_an_outage_of_the_database_is_no_failed_try(run: Run) -> None:
+    supervisor._write_end(run, supervisor._end_of(run, Stopped("unreachable")))
+    with db.write() as session:
+        job = session.get_one(Job, run.job_id)
+        assert (job.status, job.num_starts) == ("queued", 0)
+
+
+def test_a_trainer_that_hangs_after_its_result_is_not_waited_for(run: Run, tmp_path: Path) -> None:
+    """Its result decides, not its exit."""
+    workspace = Workspace(tmp_path)
+    write_json(workspace.result, Result("finished", 2, 2, 10, 1.0))
+    handed_over = time.time() - supervisor.TEARDOWN_S - 1
+    os.utime(workspace.result, (handed_over, handed_over))
+    environment = {launch.MARK: run.mark}
+    with subprocess.Popen(["sleep", "600"], env=environment | {"PATH": os.environ["PATH"]}) as trainer:
+        supervisor._follow(trainer, run, workspace, Heartbeat(run, workspace), lambda: None)
+        assert trainer.poll() is not None

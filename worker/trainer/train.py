@@ -35,6 +35,7 @@ from worker.trainer.export import export
 from worker.trainer.failures import NOW, record_failure
 from worker.trainer.methods import build_trainer
 from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.trainer.space import require_space
 from worker.trainer.trackers import add_trackers
 from worker.trainer.trainers import Trainer
 from worker.workspace import LogLine, Result, Workspace, append_line, read_json, write_json
@@ -68,6 +69,7 @@ def train(workspace: Workspace) -> Trainer:
     check_same_start(checkpoint, trainer.accelerator.device)
     if repeats:
         clear(workspace, trainer)
+    require_space(workspace, spec, model)
     if is_first_rank():
         log_start(workspace, spec, trainer, data, checkpoint)
 
