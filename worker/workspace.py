@@ -5,6 +5,7 @@
         reports.json         Reports: the trackers that the trainer itself tells  written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
+        initial/             another job's weights, where `training.from` names some   written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
         metrics.jsonl        MetricsLine per logged step                       written by rank 0
         checkpoints.jsonl    CheckpointLine per complete checkpoint            written by rank 0
@@ -60,6 +61,10 @@ class Workspace:
     @property
     def validation_data(self) -> Path:
         return self.root / "data" / "validation.jsonl"
+
+    @property
+    def initial(self) -> Path:
+        return self.root / "initial"
 
     @property
     def stop(self) -> Path:

@@ -43,7 +43,7 @@ SecretName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 class Section(BaseModel):
     """A part of the spec: unknown fields are errors, values never change after the check."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, serialize_by_alias=True)
 
 
 class ModelSection(Section):
@@ -147,6 +147,13 @@ class DataSection(Section):
 class TrainingSection(Section):
     """The optimization."""
 
+    from_: str | None = Field(
+        default=None,
+        alias="from",
+        max_length=640,
+        description="Go on from another job's weights: a tuned model, a checkpoint of one, a checkpoint's id, or a job's (its "
+        "result, else its newest checkpoint). Optimizer, schedule and steps begin anew. The adapter's shape is that job's.",
+    )
     learning_rate: float = Field(
         default=LORA_LEARNING_RATE,
         gt=0.0,

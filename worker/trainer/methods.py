@@ -19,7 +19,7 @@ from app.jobs.spec import TrainingSpec
 from worker.trainer.cpu_fsdp import allow_fsdp_on_cpu
 from worker.trainer.data import Data
 from worker.trainer.failures import TrainerError
-from worker.trainer.model import FLASH_ATTENTION, load_base, packing_is_exact
+from worker.trainer.model import FLASH_ATTENTION, initial_weights, load_start, packing_is_exact
 from worker.trainer.trainers import DpoTrainer, KtoTrainer, OrpoTrainer, ShiftedCompletions, SupervisedTrainer, Trainer
 from worker.workspace import Workspace
 
@@ -77,14 +77,14 @@ def _dpo_trainer(
     )
     trainer = DpoTrainer(
         model=model,
-        ref_model=_reference(spec),
+        ref_model=_reference(spec, workspace),
         args=config,
         data_collator=DataCollatorForPreference(tokenizer.pad_token_id),
         train_dataset=data.train,
         eval_dataset=data.validation,
         processing_class=tokenizer,
     )
-    _refer_to_the_base(model)
+    _refer_to_the_base(spec, model)
     return trainer
 
 
@@ -102,7 +102,7 @@ def _kto_trainer(
     )
     trainer = KtoTrainer(
         model=model,
-        ref_model=_reference(spec),
+        ref_model=_reference(spec, workspace),
         args=config,
         data_collator=ShiftedCompletions(tokenizer.pad_token_id),
         train_dataset=data.train,
@@ -110,7 +110,7 @@ def _kto_trainer(
         processing_class=tokenizer,
     )
     trainer.args.train_sampling_strategy = "random"  # TRL insists on the file's order only for its own pairing
-    _refer_to_the_base(model)
+    _refer_to_the_base(spec, model)
     return trainer
 
 
@@ -136,13 +136,15 @@ def _orpo_trainer(
     return trainer
 
 
-def _reference(spec: TrainingSpec) -> PreTrainedModel | None:
+def _reference(spec: TrainingSpec, workspace: Workspace) -> PreTrainedModel | None:
     """What the model is held to. An adapter needs no second model: without it the base answers."""
-    return load_base(spec) if spec.adapter.is_full else None
+    return load_start(spec, initial_weights(spec, workspace)) if spec.adapter.is_full else None
 
 
-def _refer_to_the_base(model: PreTrainedModel | PeftModel) -> None:
-    """TRL copies an adapter to refer to where it began. Ours begins as nothing, so the base without it is the same."""
+def _refer_to_the_base(spec: TrainingSpec, model: PreTrainedModel | PeftModel) -> None:
+    """TRL copies an adapter to refer to where it began. A fresh one begins as nothing: the base without it is the same."""
+    if spec.training.from_ is not None:
+        return
     if isinstance(model, PeftModel) and REFERENCE in model.peft_config:
         model.delete_adapter(REFERENCE)
 

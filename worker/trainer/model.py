@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import GatedRepoError
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,6 +29,7 @@ from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
 from worker.trainer import expert_lora
 from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
+from worker.workspace import Workspace
 
 # Models whose masks keep the rows of one sequence apart by their position ids, proven by tests/trainer/test_packing.py.
 EXACT_PACKING = {"llama", "mistral", "qwen2", "qwen3", "gpt_oss"}
@@ -50,9 +52,14 @@ def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(spec: TrainingSpec) -> PreTrainedModel | PeftModel:
+def initial_weights(spec: TrainingSpec, workspace: Workspace) -> Path | None:
+    """The folder of another job's weights to go on from; None for a job that begins with the base."""
+    return None if spec.training.from_ is None else workspace.initial
+
+
+def load_model(spec: TrainingSpec, initial: Path | None = None) -> PreTrainedModel | PeftModel:
     """The model to train. The seed is set here, so that every rank starts from the same adapter weights."""
-    base = load_base(spec)
+    base = load_start(spec, initial)
     base.config.use_cache = False
     if base.config.model_type == "gpt_oss":
         keep_packed_rows_apart(base)
@@ -60,9 +67,20 @@ def load_model(spec: TrainingSpec) -> PreTrainedModel | PeftModel:
     if spec.adapter.is_full:
         return base
     model = add_adapter(base, spec.adapter)
+    if initial is not None:
+        load_adapter(model, initial)
     if spec.adapter.low_rank_experts == "on" or (spec.adapter.low_rank_experts == "auto" and not torch.cuda.is_available()):
         expert_lora.install(model)
     return model
+
+
+def load_start(spec: TrainingSpec, initial: Path | None) -> PreTrainedModel:
+    """The model that training begins with, without an adapter: the base, or the full weights that the job goes on from."""
+    if initial is None or not spec.adapter.is_full:
+        return load_base(spec)
+    if not (initial / "config.json").is_file():
+        raise _mismatch(f"there are no full weights in {initial.name}")
+    return _load(spec.model, str(initial), dtype=torch.float32)
 
 
 def load_base(spec: TrainingSpec, *, device_map: str | None = None) -> PreTrainedModel:
@@ -119,6 +137,17 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterSection) -> PeftModel:
         warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
         model: PeftModel = get_peft_model(base, config)
     return model
+
+
+def load_adapter(model: PeftModel, folder: Path) -> None:
+    """Another job's adapter in place of a fresh one; TrainerError(adapter_mismatch) where it is of another shape."""
+    try:
+        loaded = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    except (OSError, RuntimeError) as error:
+        raise _mismatch(str(error).strip().splitlines()[-1]) from error
+    missing = [name for name in loaded.missing_keys if "lora_" in name]
+    if missing or loaded.unexpected_keys:
+        raise _mismatch(", ".join([*missing, *loaded.unexpected_keys][:3]))
 
 
 def check_targets(base: PreTrainedModel, adapter: AdapterSection) -> None:
@@ -224,6 +253,11 @@ def _not_loadable(model: ModelSection, error: Exception) -> TrainerError:
 
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target) or re.fullmatch(rf"(.*\.)?({target})", name) is not None
+
+
+def _mismatch(detail: str) -> TrainerError:
+    message = f"The adapter to go on from does not fit this job's: {detail}."
+    return TrainerError("adapter_mismatch", message, "training.from")
 
 
 def _unmatched(param: str, target: str, names: list[str]) -> TrainerError:

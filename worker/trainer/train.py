@@ -34,7 +34,7 @@ from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
 from worker.trainer.failures import NOW, record_failure
 from worker.trainer.methods import build_trainer
-from worker.trainer.model import adapted_kinds, load_model, load_tokenizer
+from worker.trainer.model import adapted_kinds, initial_weights, load_model, load_tokenizer
 from worker.trainer.space import require_space
 from worker.trainer.trackers import add_trackers
 from worker.trainer.trainers import Trainer
@@ -57,7 +57,7 @@ def train(workspace: Workspace) -> Trainer:
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
 
     NOW.phase = "loading the model"
-    model = load_model(spec)
+    model = load_model(spec, initial_weights(spec, workspace))
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
     trainer.add_callback(reporter)
