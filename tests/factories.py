@@ -93,9 +93,9 @@ def write_log(job_id: str, attempt: int, text: str) -> None:
         file.write(text.encode())
 
 
-def create_model(project_id: str, job_id: str) -> str:
+def create_model(project_id: str, job_id: str, base: str = "base") -> str:
     """A finished model; its id."""
-    model = FineTunedModel(id=f"ft:base:tuneyard::{job_id}", project_id=project_id, job_id=job_id, base_model="base")
+    model = FineTunedModel(id=f"ft:base:tuneyard::{job_id}", project_id=project_id, job_id=job_id, base_model=base)
     with db.write() as session:
         session.add(model)
     return model.id

@@ -82,7 +82,7 @@ class Service:
         with path.open("rb") as file:
             return self.client.files.create(file=file, purpose="fine-tune").id
 
-    def create_job(self, model: Path, training_file: str, spec: dict[str, Any], **fields: Any) -> FineTuningJob:
+    def create_job(self, model: Path | str, training_file: str, spec: dict[str, Any], **fields: Any) -> FineTuningJob:
         jobs = self.client.fine_tuning.jobs
         return jobs.create(model=str(model), training_file=training_file, extra_body={"spec": spec}, **fields)
 

@@ -107,6 +107,20 @@ def test_the_artifact_talks_as_it_was_trained(
     assert rendered["input_ids"] == load_file(workspace / "probe.safetensors")["input_ids"][0].tolist()
 
 
+def test_a_job_goes_on_from_a_result(service: Service, finished: FineTuningJob, downloaded: Path, tmp_path: Path) -> None:
+    rows = tiny.write_rows(tmp_path / "train.jsonl", tiny.chat_rows(16))
+    assert finished.fine_tuned_model is not None
+    training = {"learning_rate": 1e-9, "per_device_train_batch_size": 4, "max_steps": 1}
+    job = service.create_job(finished.fine_tuned_model, service.upload(rows), SPEC | {"training": training, "adapter": {}})
+    assert service.wait_for_end(job.id).status == "succeeded"
+    again = service.download(job.id, tmp_path / "again")
+    before, after = (load_file(folder / "adapter" / "adapter_model.safetensors") for folder in (downloaded, again))
+    assert all((after[name] - value).abs().max() < 1e-6 for name, value in before.items())
+    sha256 = hashlib.sha256((downloaded / "adapter" / "adapter_model.safetensors").read_bytes()).hexdigest()
+    continues = {"model": finished.fine_tuned_model, "files": {"adapter_model.safetensors": sha256}}
+    assert json.loads((again / "manifest.json").read_text())["continues"] == continues
+
+
 def test_a_rerun_gives_the_same_losses_and_weights(
     service: Service, finished: FineTuningJob, manifest: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def spec_fields(model: type[BaseModel] = TrainingSpec, prefix: str = "") -> list
     for name, field in model.model_fields.items():
         sections = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_model(kind)]
         if field.annotation not in sections:
-            fields.append((prefix + name, field))
+            fields.append((prefix + (field.alias or name), field))
         for section in sections:
             fields += spec_fields(section, f"{prefix}{name}.")
     return fields

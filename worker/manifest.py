@@ -11,7 +11,7 @@ from app.jobs import history
 from app.jobs.attempts import StoredFile
 from app.jobs.tables import Job
 from app.manifests import signing
-from app.manifests.check import MANIFEST, SIGNATURE
+from app.manifests.check import MANIFEST, SIGNATURE, sha256_of
 from app.models import naming
 from worker.workspace import Result, Verification, Workspace, read_json
 
@@ -48,6 +48,7 @@ def describe(
         "spec": read_json(workspace.spec),
         "seed": job.seed,
         "base": facts["base"],
+        "continues": _continued(workspace),
         "data": _data(job),
         "chat_template_sha256": facts["chat_template_sha256"],
         "libraries": facts["libraries"],
@@ -58,6 +59,14 @@ def describe(
         "verification": figures,
         "files": {file.name: {"sha256": file.sha256, "bytes": file.bytes} for file in stored},
     }
+
+
+def _continued(workspace: Workspace) -> dict[str, Any] | None:
+    """Whose weights the run began with, and the hashes of their files; None for a run that began with the base."""
+    name = read_json(workspace.spec)["training"].get("from")
+    if name is None:
+        return None
+    return {"model": name, "files": {path.name: sha256_of(path) for path in sorted(workspace.initial.glob("*.safetensors"))}}
 
 
 def _data(job: Job) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from app.config import get_settings
 from app.errors import TuneyardError
 from app.files import dataset, rows
 from app.files import service as files
-from app.jobs import attempts, sources
+from app.jobs import attempts, continuation, sources
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Job
@@ -24,6 +24,8 @@ from worker.workspace import Run, Workspace, write_json
 
 # Rows between two looks at whether the user has cancelled.
 CHECK_EVERY = 1000
+# Beside the tensors; the rest of a checkpoint is the state of the run that made it.
+WEIGHT_FILES = {"config.json", "adapter_config.json", "model.safetensors.index.json"}
 
 
 def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec, heartbeat: Heartbeat) -> None:
@@ -38,6 +40,7 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
         target = workspace.validation_data
         counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
     _check_data(workspace, run, job)
+    _fetch_initial_weights(workspace, job, spec.training.from_)
     _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
     if spec.parallelism.nnodes > 1 and not get_settings().shared_workspace:
         for path in filter(Path.exists, _row_files(workspace)):
@@ -164,6 +167,33 @@ def _canonical(split: Iterable[dict[str, Any]], param: str) -> Iterator[dict[str
         except rows.Unusable as error:
             where = f" at {error.path}" if error.path else ""
             raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", param) from error
+
+
+def _fetch_initial_weights(workspace: Workspace, job: Job, name: str | None) -> None:
+    """Copy the weights that the job goes on from; JobFailed where they are gone, or no longer what was proven."""
+    if name is None:
+        return
+    with db.read() as connection:
+        files = continuation.result_files(connection, job.project_id, name)
+        checkpoint = continuation.checkpoint_key(connection, job.project_id, name)
+    try:
+        for file in files:
+            path = workspace.initial / file.name.partition("/")[2]
+            storage.get(file.storage_key, path)
+            if sha256_of(path) != file.sha256:
+                raise _initial_weights_gone(f"The file {file.name} of {name} is not what was stored")
+        if not files and checkpoint is not None:
+            for key in storage.keys(checkpoint):
+                if (path := Path(key)).suffix == ".safetensors" or path.name in WEIGHT_FILES:
+                    storage.get(key, workspace.initial / key.removeprefix(f"{checkpoint}/"))
+    except FileNotFoundError as error:
+        raise _initial_weights_gone(f"A file of {name} is gone") from error
+    if not any(workspace.initial.glob("*.safetensors")):
+        raise _initial_weights_gone(f"The weights of {name} are gone")
+
+
+def _initial_weights_gone(what: str) -> JobFailed:
+    return JobFailed("initial_weights_gone", f"{what}: create a new job from other weights.", continuation.FROM)
 
 
 def _fetch_checkpoint(workspace: Workspace, job: Job, *, keep_best: bool) -> None:

@@ -17,7 +17,7 @@ from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
 from app.files import service as files
 from app.ids import new_id
-from app.jobs import events, history, sources, waiting
+from app.jobs import continuation, events, history, sources, waiting
 from app.jobs.events import NewEvent
 from app.jobs.history import End
 from app.jobs.schemas import IntegrationRequest, JobCreate, MlflowIntegration, WandbIntegration
@@ -45,6 +45,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
 
     Raises InvalidRequest naming the `param` to change.
     """
+    body = continuation.spelled_out(session, project_id, body)
     _check_integrations(session, project_id, body.integrations)
     sources.check_data_source(session, project_id, body.training_file, "training_file")
     if body.validation_file is not None:
@@ -144,6 +145,10 @@ def _begin_anew(session: Session, job: Job) -> None:
 def require_sources(session: Session, job: Job | Row[Any], what: str) -> None:
     """Conflict where a job's rows are no longer there, InvalidRequest where its base model is not."""
     sources.resolve_base_model(job.model)
+    initial = TrainingSpec.stored(job.spec).training.from_
+    if initial is not None and not continuation.has_weights(session, job.project_id, initial):
+        message = f"Job {job.id} cannot be {what}, the weights it goes on from are gone: create a new job from others."
+        raise Conflict(message, code="initial_weights_gone", param=continuation.FROM)
     for param in ("training_file", "validation_file"):
         if (source := getattr(job, param)) is None:
             continue

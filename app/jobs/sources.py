@@ -20,8 +20,6 @@ def resolve_base_model(model: str) -> str:
 
     Raises InvalidRequest with code model_not_found or remote_code_not_allowed.
     """
-    if model.startswith("ft:"):
-        raise _model_not_found("A job starts from base weights; a fine-tuned model cannot be tuned further yet. Name its base.")
     if not model.startswith(("/", ".", "~", "file:")):
         if HUB_ID.fullmatch(model) and ".." not in model:
             return model

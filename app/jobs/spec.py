@@ -23,7 +23,7 @@ def _real_day(value: str) -> str:
 
 
 ChatMessage = dict[str, Any]
-Positive = Annotated[int, Field(ge=1)]
+Rank = Annotated[int, Field(ge=1, le=1024)]
 
 
 def _credential(name: str) -> str:
@@ -86,7 +86,7 @@ class AdapterSection(Section):
         max_length=64,
         description="Parameters to adapt that are no modules, such as MoE experts: `mlp.experts.gate_up_proj`.",
     )
-    rank_pattern: dict[str, Positive] = Field(
+    rank_pattern: dict[str, Rank] = Field(
         default={}, description="A rank of its own for some modules or parameters: name ending -> rank."
     )
     low_rank_experts: Literal["auto", "on", "off"] = Field(

@@ -37,6 +37,12 @@ def get_tuned(connection: Connection | Session, project_id: str, name: str) -> R
     return model
 
 
+def job_of(connection: Connection, project_id: str, name: str) -> str | None:
+    """The job whose result has this name, in use or deleted."""
+    named = select(FineTunedModel.job_id).where(FineTunedModel.id == name, FineTunedModel.project_id == project_id)
+    return connection.execute(named).scalar_one_or_none()
+
+
 def delete_model(session: Session, project_id: str, name: str) -> None:
     """Take a fine-tuned model out of use. Its job and the job's artifacts stay: they are the record of what was done."""
     if is_base_model(name):

@@ -29,7 +29,7 @@ def hand_over(source: Workspace, target: Workspace, *, checkpoint: int | None = 
 
 
 def first_loss(workspace: Workspace) -> float:
-    return next(line["values"]["loss"] for line in lines(workspace.metrics) if "loss" in line["values"])
+    return float(next(line["values"]["loss"] for line in lines(workspace.metrics) if "loss" in line["values"]))
 
 
 def last_eval_loss(workspace: Workspace) -> float:
@@ -92,7 +92,7 @@ def test_an_adapter_of_another_rank_is_refused_by_name(make_workspace: MakeWorks
     hand_over(source, target)
     with pytest.raises(TrainerError) as refused:
         run_here(target)
-    assert (refused.value.code, refused.value.param) == ("adapter_mismatch", "training.from")
+    assert (refused.value.failure.code, refused.value.failure.param) == ("adapter_mismatch", "training.from")
 
 
 def test_an_adapter_that_lacks_a_layer_is_refused(make_workspace: MakeWorkspace, llama: Path, run_here: RunHere) -> None:

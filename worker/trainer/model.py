@@ -142,7 +142,7 @@ def add_adapter(base: PreTrainedModel, adapter: AdapterSection) -> PeftModel:
 def load_adapter(model: PeftModel, folder: Path) -> None:
     """Another job's adapter in place of a fresh one; TrainerError(adapter_mismatch) where it is of another shape."""
     try:
-        loaded = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        loaded: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
     except (OSError, RuntimeError) as error:
         raise _mismatch(str(error).strip().splitlines()[-1]) from error
     missing = [name for name in loaded.missing_keys if "lora_" in name]
