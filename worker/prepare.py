@@ -60,6 +60,7 @@ def prepare_part(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec) -
         with contextlib.suppress(FileNotFoundError):  # most jobs have no validation file
             storage.get(_rows_key(job, path), path)
     _check_data(workspace, run, job)
+    _fetch_initial_weights(workspace, job, spec.training.from_)
     _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
 
 
@@ -78,7 +79,7 @@ def _row_files(workspace: Workspace) -> list[Path]:
 
 def _link_to_first(workspace: Workspace, first: Workspace) -> None:
     """Read what lies on the shared file system; what this node writes lies beside it."""
-    for path in (*_row_files(first), *first.checkpoints.glob("checkpoint-*")):
+    for path in (*_row_files(first), first.initial, *first.checkpoints.glob("checkpoint-*")):
         if path.exists():
             link = workspace.root / path.relative_to(first.root)
             link.parent.mkdir(parents=True, exist_ok=True)

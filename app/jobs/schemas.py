@@ -186,7 +186,11 @@ class SpecRequest(TrainingSpec):
 class JobCreate(RequestModel):
     """A request for a job. An explicit null is the same as leaving the field out: the SDK sends both."""
 
-    model: str = Field(min_length=1, max_length=512, description="Base model: a Hub id, or a path below an allowed root; or a tuned model to go on from.")
+    model: str = Field(
+        min_length=1,
+        max_length=512,
+        description="Base model: a Hub id, or a path below an allowed root; or a tuned model to go on from.",
+    )
     training_file: str = Field(
         min_length=1,
         max_length=1024,
