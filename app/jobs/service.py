@@ -193,7 +193,8 @@ def get_job(session: Session, project_id: str, job_id: str) -> Job:
 
 def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     """The request as a complete spec: `spec` as given, OpenAI's fields laid over it, automatic values chosen."""
-    requested = body.spec.with_recipe
+    requested, base = body.spec.with_recipe, sources.resolve_base_model(body.model)
+    _refuse_contradictions(body, base)
     resources = dict(requested.get("resources", {})) | {"accelerator": check_resources(session, body.spec)}
     # Templates that print the day must print the same one in every attempt.
     data = {"template_date": datetime.now(UTC).date().isoformat()} | dict(requested.get("data", {}))
@@ -201,7 +202,7 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
         "method": _choose_method(body),
         "training": _training(body),
         "preference": _preference(body),
-        "model": dict(requested.get("model", {})) | {"name_or_path": sources.resolve_base_model(body.model)},
+        "model": dict(requested.get("model", {})) | {"name_or_path": base},
         "resources": resources,
         "data": data,
         "evaluation": dict(requested.get("evaluation", {})) | {"prompts": _prompts(body.spec)},
@@ -211,6 +212,25 @@ def resolve_spec(session: Session, body: JobCreate) -> TrainingSpec:
     spec = _validated(resolved)
     _refuse_what_cannot_run(spec, body)
     return spec
+
+
+def _refuse_contradictions(body: JobCreate, base: str) -> None:
+    """What the request says of the base model and the seed, where it cannot all be true."""
+    said = body.spec.given
+    model, data = said.get("model") or {}, said.get("data") or {}
+    if model.get("name_or_path") not in (None, "", body.model, base):
+        message = f"The base model is the job's `model`, {base}: leave spec.model.name_or_path out."
+        raise InvalidRequest(message, code="base_model_mismatch", param="spec.model.name_or_path")
+    if model.get("revision") is not None and sources.is_folder(base):
+        message = "A folder has no revisions, only a Hub model does: leave spec.model.revision out."
+        raise InvalidRequest(message, code="revision_of_a_folder", param="spec.model.revision")
+    if body.seed is not None and said.get("seed") not in (None, body.seed):
+        message = f"`seed` is {body.seed} and spec.seed is {said['seed']}: give only one of them."
+        raise InvalidRequest(message, code="invalid_hyperparameters", param="spec.seed")
+    context = sources.context_length(base)
+    if data.get("max_length") is not None and context is not None and body.spec.data.max_length > context:
+        message = f"The model reads at most {context} tokens at once: set spec.data.max_length to that or less."
+        raise InvalidRequest(message, code="context_length_exceeded", param="spec.data.max_length")
 
 
 def _check_integrations(session: Session, project_id: str, integrations: list[IntegrationRequest]) -> None:

@@ -31,6 +31,26 @@ def resolve_base_model(model: str) -> str:
     return str(path)
 
 
+def is_folder(base: str) -> bool:
+    """Whether a resolved base model is a folder here, not a name on the Hub."""
+    return base.startswith("/")
+
+
+def context_length(base: str) -> int | None:
+    """The longest row, in tokens, that a folder's config.json allows, scaled positions counted; None where it does not say."""
+    if not is_folder(base):
+        return None
+    try:
+        config = json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config") or config
+        trained = int(config["max_position_embeddings"])
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        scaled = rope.get("original_max_position_embeddings", trained) * rope.get("factor", 1)
+        return max(trained, int(scaled))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def check_data_source(session: Session, project_id: str, source: str, param: str) -> None:
     """Raises InvalidRequest unless `source` is a usable file of this project, a Hub data set, or an allowed path."""
     if source.startswith("file-"):

@@ -1,11 +1,14 @@
 """Jobs by their owner's hand: the numbers they get, and the states they may be sent to. No worker is up."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from app import db
+from app.config import get_settings
 from app.errors import Conflict, InvalidRequest
 from app.jobs import service
 from app.jobs.schemas import JobCreate
@@ -84,6 +87,49 @@ class TestNumbers:
     def test_a_seed_is_drawn_and_shown(self, project_id: str) -> None:
         assert create(project_id).seed != create(project_id).seed
         assert create(project_id, seed=7).spec["seed"] == 7
+
+
+class TestContradictions:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A base model's folder below an allowed root, with a context of 512 tokens."""
+        monkeypatch.setenv("TUNEYARD_MODEL_ROOTS", json.dumps([str(tmp_path)]))
+        get_settings.cache_clear()
+        (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+        return tmp_path
+
+    def refusal(self, project_id: str, **fields: Any) -> str | None:
+        with pytest.raises(InvalidRequest) as caught:
+            create(project_id, **fields)
+        return caught.value.param
+
+    def test_a_second_base_model_is_refused_and_the_same_one_is_not(self, project_id: str) -> None:
+        other, same = {"model": {"name_or_path": "openai/gpt-oss-120b"}}, {"model": {"name_or_path": BASE["model"]}}
+        assert self.refusal(project_id, spec=other) == "spec.model.name_or_path"
+        assert create(project_id, spec=same).model == BASE["model"]
+
+    def test_a_second_seed_is_refused_and_the_same_one_is_not(self, project_id: str) -> None:
+        assert self.refusal(project_id, seed=1, spec={"seed": 2}) == "spec.seed"
+        assert create(project_id, seed=1, spec={"seed": 1}).seed == 1
+
+    def test_a_folder_has_no_revision_and_a_hub_model_has(self, project_id: str, folder: Path) -> None:
+        spec = {"model": {"revision": "main"}}
+        assert self.refusal(project_id, model=str(folder), spec=spec) == "spec.model.revision"
+        assert create(project_id, spec=spec).spec["model"]["revision"] == "main"
+
+    def test_rows_longer_than_the_context_are_refused_up_to_it_they_are_not(self, project_id: str, folder: Path) -> None:
+        assert self.refusal(project_id, model=str(folder), spec={"data": {"max_length": 513}}) == "spec.data.max_length"
+        assert create(project_id, model=str(folder), spec={"data": {"max_length": 512}}).spec["data"]["max_length"] == 512
+
+    def test_a_context_that_is_stretched_counts_as_stretched(self, project_id: str, folder: Path) -> None:
+        config = {"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert create(project_id, model=str(folder), spec={"data": {"max_length": 2048}})
+        assert self.refusal(project_id, model=str(folder), spec={"data": {"max_length": 2049}}) == "spec.data.max_length"
+
+    def test_a_config_that_does_not_say_refuses_nothing(self, project_id: str, folder: Path) -> None:
+        (folder / "config.json").write_text('{"max_position_embeddings": null, "rope_scaling": []}')
+        assert create(project_id, model=str(folder), spec={"data": {"max_length": 4096}})
 
 
 class TestResources:
