@@ -56,18 +56,8 @@ def expected(service: Cluster, create: Callable[[dict[str, Any]], str]) -> list[
     return service.losses(job_id)
 
 
-def test_two_hosts_of_two_ranks_train_as_one_of_four(
+def test_two_hosts_of_two_ranks_train_as_one_of_four_also_when_a_rank_a_host_and_a_link_are_lost(
     service: Cluster, create: Callable[[dict[str, Any]], str], expected: list[float], tmp_path: Path
-) -> None:
-    job_id = create(TWO_NODES)
-    job = service.wait_for_end(job_id)
-    assert job.status == "succeeded", job.error
-    assert service.losses(job_id) == expected
-    assert (service.download(job_id, tmp_path) / "adapter" / "adapter_model.safetensors").exists()
-
-
-def test_a_killed_rank_a_lost_host_and_a_cut_link_change_nothing(
-    service: Cluster, create: Callable[[dict[str, Any]], str], expected: list[float]
 ) -> None:
     first, second = service.node_ranks()
     job_id = create(TWO_NODES)
@@ -78,6 +68,7 @@ def test_a_killed_rank_a_lost_host_and_a_cut_link_change_nothing(
     assert job.status == "succeeded", job.error
     assert attempt_of(service, job_id) >= 4
     assert service.losses(job_id) == expected
+    assert (service.download(job_id, tmp_path) / "adapter" / "adapter_model.safetensors").exists()
     told = [event.message for event in service.client.fine_tuning.jobs.list_events(job_id, limit=100)]
     assert "A training process was killed on node host-1: the job is queued again" in told
     assert "Node host-1 was lost: the job is queued again" in told
