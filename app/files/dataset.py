@@ -6,31 +6,27 @@
     {"prompt", "chosen", "rejected"}: text, or lists of messages with `tools`?; for preferences
     {"prompt", "completion", "label": bool}: the same; one answer, good or not
 
-ShareGPT's `conversations` and conversational prompt-completion rows become `messages`, OpenAI's `input` with
-`preferred_output` and `non_preferred_output` becomes `prompt`, `chosen` and `rejected`. Other columns are left out.
+ShareGPT's `conversations`, Alpaca's `instruction` and conversational prompt-completion rows become `messages`, OpenAI's
+`input` with `preferred_output` and `non_preferred_output` becomes `prompt`, `chosen` and `rejected`. Other columns are
+left out.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from app.files import rows
-from app.files.parsing import Problem, parse
+from app.files.observations import Observations, Row
+from app.files.parsing import Parsed, Source, parse
+from app.files.problems import Problem
 
 MAX_PROBLEMS = 1000
 SHOWN_PROBLEMS = 5
 MAX_SUMMARY_CHARACTERS = 4000
-
-
-@dataclass(frozen=True)
-class Row:
-    """One example, and the physical line it begins on."""
-
-    line: int
-    value: dict[str, Any]
 
 
 class InvalidDataset(ValueError):
@@ -49,6 +45,9 @@ class Report:
     rows_used: int = 0
     num_problems: int = 0
     problems: list[Problem] = field(default_factory=list)
+    codes: Counter[str] = field(default_factory=Counter)
+    source: Source = field(default_factory=Source)
+    observed: Observations = field(default_factory=Observations)
 
     @property
     def is_usable(self) -> bool:
@@ -62,12 +61,32 @@ class Report:
         return (shown + (f"; and {more} more" if more > 0 else ""))[:MAX_SUMMARY_CHARACTERS]
 
     def add(self, found: Row | Problem) -> None:
+        self.rows_read += isinstance(found, Row) or found.line is not None
         if isinstance(found, Row):
             self.rows_used += 1
+            self.observed.add(found)
             return
         self.num_problems += 1
+        self.codes[found.code] += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(found)
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is stored and shown."""
+        source, observed = self.source, self.observed
+        return {
+            "rows_read": self.rows_read,
+            "rows_used": self.rows_used,
+            "rows_skipped": self.rows_read - self.rows_used,
+            "detected_format": {"archives": source.archives, "file": source.format, "rows": observed.form},
+            "ignored_members": source.ignored,
+            "num_errors": self.num_problems,
+            "error_counts": dict(self.codes),
+            "errors": [problem.as_json() for problem in self.problems],
+            "warnings": observed.warnings(source.unread),
+            "turns": observed.turns(),
+            "duplicates": {"rows": observed.num_duplicates, "compared": len(observed.seen) + observed.num_duplicates},
+        }
 
 
 def read_rows(source: IO[bytes] | Path, filename: str) -> Iterator[Row]:
@@ -94,21 +113,25 @@ def canonical_hash(source: IO[bytes] | Path, filename: str) -> str:
 def check(source: IO[bytes] | Path, filename: str) -> Report:
     """Read a file to its end and report everything wrong with it."""
     report = Report()
-    for found in scan(source, filename):
-        report.rows_read += isinstance(found, Row) or found.line is not None
+    for found in scan(source, filename, report.source):
         report.add(found)
     return report
 
 
-def scan(source: IO[bytes] | Path, filename: str) -> Iterator[Row | Problem]:
-    """Every row of a file, usable or not, in order."""
+def scan(source: IO[bytes] | Path, filename: str, facts: Source | None = None) -> Iterator[Row | Problem]:
+    """Every row of a file, usable or not, in order; `facts` learns what the file is."""
     if isinstance(source, Path):
         with source.open("rb") as stream:
-            yield from scan(stream, filename)
+            yield from scan(stream, filename, facts)
         return
+    yield from canonical_rows(parse(source, filename, facts))
+
+
+def canonical_rows(found: Iterable[Parsed | Problem]) -> Iterator[Row | Problem]:
+    """Every row in canonical form, or why it cannot be used. All must be of one kind."""
     kind: str | None = None
     is_empty = True
-    for parsed in parse(source, filename):
+    for parsed in found:
         is_empty = False
         if isinstance(parsed, Problem):
             yield parsed
@@ -121,8 +144,8 @@ def scan(source: IO[bytes] | Path, filename: str) -> Iterator[Row | Problem]:
                     "mixed_row_formats", f"The rows before hold `{kind}`, this one does not: keep one format a file."
                 )
         except rows.Unusable as error:
-            yield Problem(error.code, error.message, parsed.line, path=error.path)
+            yield Problem(error.code, error.message, parsed.line, path=error.path, offset=parsed.offset)
         else:
-            yield Row(parsed.line, value)
+            yield Row(parsed.line, value, parsed.value)
     if is_empty:
         yield Problem("dataset_empty", "The file holds no rows.")

@@ -1,4 +1,4 @@
-"""Bytes to JSON objects, each with the physical line it begins on: JSON Lines, or one JSON array.
+"""Bytes to rows, each with the physical line it begins on: JSON Lines, a JSON array, CSV, TSV or Parquet, packed or not.
 
 Memory is bounded by the longest row, whatever the size of the file. A value is never changed on its way.
 """
@@ -7,94 +7,115 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
-MAX_ROW_BYTES = 64 * 1024**2  # the longest row seen in public data sets is a fifth of this
+from app.files import archives, tabular
+from app.files.archives import Opened
+from app.files.problems import Problem, Refused
+
+MAX_ROW_BYTES = tabular.MAX_ROW_BYTES
 MAX_PROBLEM_CHARACTERS = 300
 BLOCK_BYTES = 1 << 20
-SUPPORTED = "JSON Lines (one object per line) and a JSON array of objects, in UTF-8"
-SIGNATURES = {
-    b"PK\x03\x04": "a zip archive",
-    b"PAR1": "Parquet",
-    b"\x1f\x8b": "gzip",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
+SIGNATURES = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\xd0\xcf\x11\xe0": "a workbook or document", b"%PDF": "PDF"}
 SUFFIXES = {
-    "csv": "CSV",
-    "tsv": "TSV",
-    "parquet": "Parquet",
-    "zip": "a zip archive",
-    "gz": "gzip",
-    "tar": "a tar archive",
     "xlsx": "a workbook",
+    "xls": "a workbook",
+    "ods": "a workbook",
+    "bz2": "bzip2",
+    "xz": "xz",
+    "zst": "zstd",
+    "7z": "7z",
 }
+PACKED = {"zip", "gz", "tgz", "tar", "parquet"}
+SEPARATORS = {"csv": ",", "tsv": "\t"}
 WHITESPACE = " \t\r\n"
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Why a row, or the whole file, cannot be used, and where."""
-
-    code: str
-    message: str
-    line: int | None = None
-    column: int | None = None
-    path: str | None = None
-
-    def __str__(self) -> str:
-        where = [f"line {self.line}" if self.line else "", f"column {self.column}" if self.column else "", self.path or ""]
-        place = ", ".join(part for part in where if part)
-        return f"{place}: {self.message} ({self.code})" if place else f"{self.message} ({self.code})"
-
-
-@dataclass(frozen=True)
 class Parsed:
-    """A JSON object as it stands in the file."""
+    """An object as it stands in the file."""
 
     line: int
+    """The physical line it begins on; in Parquet the number of the row."""
     value: dict[str, Any]
+    offset: int | None = None
+
+
+@dataclass
+class Source:
+    """What a file turned out to be, known once its first row is read."""
+
+    archives: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    format: str | None = None
+    unread: dict[str, str] = field(default_factory=dict)
+    """Columns that hold what JSON has no values for, with their types."""
 
 
 class _DuplicateKey(Exception):
     pass
 
 
-def parse(stream: IO[bytes], filename: str) -> Iterator[Parsed | Problem]:
+def parse(stream: IO[bytes], filename: str, source: Source | None = None) -> Iterator[Parsed | Problem]:
     """Every object of the file in order; a broken line is a Problem, and the lines after it are still read."""
+    source = source or Source()
+    try:
+        with archives.opened(stream, filename) as opened:
+            source.archives, source.ignored = opened.archives, opened.ignored
+            yield from _parse_opened(opened, source)
+    except Refused as refused:
+        yield refused.problem
+
+
+def _parse_opened(opened: Opened, source: Source) -> Iterator[Parsed | Problem]:
+    stream = opened.stream
     head = stream.read(BLOCK_BYTES)
-    refused = _refuse_format(head, filename)
-    if refused is not None:
-        yield refused
-        return
     stream.seek(0)
-    is_array = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    yield from _parse_array(stream) if is_array else _parse_lines(stream)
+    source.format = _format(head, opened.name)
+    if source.format in SEPARATORS:
+        yield from map(_parsed, tabular.read_csv(stream, SEPARATORS[source.format]))
+    elif source.format == "parquet":
+        yield from map(_parsed, tabular.read_parquet(stream, source.unread, is_seekable=not opened.archives))
+    else:
+        yield from _parse_array(stream) if source.format == "json_array" else _parse_lines(stream)
 
 
-def _refuse_format(head: bytes, filename: str) -> Problem | None:
-    extension = filename.rpartition(".")[2].lower() if "." in filename else ""
-    name = next((name for start, name in SIGNATURES.items() if head.startswith(start)), SUFFIXES.get(extension))
-    if name is None:
-        return None
-    return Problem("unsupported_format", f"The file is {name}, which is not read yet. Supported: {SUPPORTED}.")
+def _parsed(found: tabular.Numbered | Problem) -> Parsed | Problem:
+    return found if isinstance(found, Problem) else Parsed(found[0], found[2], found[1])
+
+
+def _format(head: bytes, name: str) -> str:
+    """By what stands in the file; only CSV is known by its name."""
+    extension = name.rpartition(".")[2].lower() if "." in name else ""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if any(head.startswith(start) for start in SIGNATURES) or extension in SUFFIXES:
+        kind = next((kind for start, kind in SIGNATURES.items() if head.startswith(start)), SUFFIXES.get(extension))
+        raise Refused(Problem("unsupported_format", f"The file is {kind}, which is not read."))
+    if extension in PACKED:
+        raise Refused(Problem("unsupported_format", f"The file's name ends in .{extension}, its bytes are something else."))
+    first = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if extension in SEPARATORS and first not in (b"{", b"["):
+        return extension
+    return "json_array" if first == b"[" else "jsonl"
 
 
 def _parse_lines(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
-    number = 0
+    number, end = 0, 0
     while line := stream.readline(MAX_ROW_BYTES + 1):
-        number += 1
+        number, start, end = number + 1, end, end + len(line)
         if len(line) > MAX_ROW_BYTES:
-            yield Problem("row_too_large", f"The row is longer than {MAX_ROW_BYTES} bytes.", number)
+            yield Problem("row_too_large", f"The row is longer than {MAX_ROW_BYTES} bytes.", number, offset=start)
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_ROW_BYTES)
+                end += len(line)
             continue
         text = _decode(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, number)
         if isinstance(text, Problem):
-            yield text
+            yield replace(text, offset=start)
         elif text.strip(WHITESPACE):
-            yield _parse_line(text.rstrip(WHITESPACE), number)
+            yield replace(_parse_line(text.rstrip(WHITESPACE), number), offset=start)
 
 
 def _parse_line(text: str, number: int) -> Parsed | Problem:
@@ -119,9 +140,9 @@ def _parse_array(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
             return
         while True:
             text.peek()
-            line = text.line
+            line, offset = text.line, text.offset
             value, raw = text.element()
-            yield _object(value, raw, line)
+            yield replace(_object(value, raw, line), offset=offset)
             if text.peek() == "]":
                 break
             text.expect(",")
@@ -146,6 +167,7 @@ class _ArrayText:
         self.buffer, self.position = "", 0
         self.line, self.column = 1, 1
         self.counted = 0
+        self.offset = 0
 
     def peek(self) -> str:
         """The next character that is not white space, "" at the end."""
@@ -191,6 +213,7 @@ class _ArrayText:
         return bool(block)
 
     def _count(self) -> None:
+        self.offset += len(self.buffer[self.counted : self.position].encode())
         newlines = self.buffer.count("\n", self.counted, self.position)
         self.line += newlines
         start = self.buffer.rfind("\n", self.counted, self.position) + 1 if newlines else self.counted

@@ -29,7 +29,9 @@ router = APIRouter(prefix="/v1/files", tags=["Files"], route_class=UploadRoute)
 @router.post("", summary="Upload a file")
 def create_file(
     project_id: ProjectId,
-    file: Annotated[UploadFile, File(description="The file: for `fine-tune` JSON Lines, one example per line.")],
+    file: Annotated[
+        UploadFile, File(description="The file: for `fine-tune` rows in JSON Lines, a JSON array, CSV, TSV or Parquet.")
+    ],
     purpose: Annotated[UploadPurpose, Form(description="What the file is for; `fine-tune` files are validated.")],
     expires_anchor: Annotated[Literal["created_at"] | None, Form(alias="expires_after[anchor]")] = None,
     expires_after_s: Annotated[int | None, Form(alias="expires_after[seconds]", ge=3600, le=2_592_000)] = None,

@@ -5,8 +5,36 @@ from typing import Any
 
 Message = dict[str, Any]
 
+FORMS = {
+    "chat": {"messages"},
+    "sharegpt": {"conversations"},
+    "alpaca": {"instruction", "output"},
+    "openai_preference": {"input"},
+    "preference": {"chosen", "rejected"},
+    "labelled": {"prompt", "completion", "label"},
+    "prompt_completion": {"prompt", "completion"},
+    "text": {"text"},
+}
+"""The forms of rows that are read, with the columns that make them."""
+OPTIONAL = {
+    "chat": {"tools"},
+    "sharegpt": {"tools", "system"},
+    "alpaca": {"input", "system", "history"},
+    "openai_preference": {
+        "preferred_output",
+        "non_preferred_output",
+        "preferred_completion",
+        "non_preferred_completion",
+    },
+    "preference": {"prompt", "tools"},
+    "labelled": {"tools"},
+    "prompt_completion": {"tools"},
+    "text": set(),
+}
+"""What else is read of them; every other column is left out, and counted."""
 FORMATS = (
-    "`messages`, `conversations`, `prompt` and `completion`, `text`, or for preferences `input` with `preferred_output` and "
+    "`messages`, `conversations`, `instruction` and `output`, `prompt` and `completion`, `text`, or for preferences "
+    "`input` with `preferred_output` and "
     "`non_preferred_output`, `prompt` with `chosen` and `rejected`, or `prompt`, `completion` and `label`"
 )
 METHOD_KINDS = {
@@ -37,22 +65,31 @@ class Unusable(Exception):
 
 def canonical(row: dict[str, Any]) -> dict[str, Any]:
     """The row as the trainer reads it; Unusable where it cannot teach what it seems to."""
-    if "messages" in row:
+    form = form_of(row)
+    if form == "chat":
         return _chat(row["messages"], row.get("tools"), "messages")
-    if "conversations" in row:
+    if form == "sharegpt":
         return _chat(_from_sharegpt(row), row.get("tools"), "conversations")
-    if "input" in row:
+    if form == "alpaca":
+        return _chat(_from_alpaca(row), None, "output")
+    if form == "openai_preference":
         return _openai_preference(row)
-    if "chosen" in row and "rejected" in row:
+    if form == "preference":
         return _preference(row)
-    if "prompt" in row and "completion" in row and "label" in row:
+    if form == "labelled":
         return _labelled(row)
-    if "prompt" in row and "completion" in row:
+    if form == "prompt_completion":
         return _prompt_completion(row["prompt"], row["completion"], row.get("tools"))
-    if "text" in row:
-        return {"text": _filled_text(row["text"], "text")}
-    keys = ", ".join(f"`{key[:40]}`" for key in list(row)[:8]) or "nothing"
-    raise Unusable("unknown_row_format", f"A row needs {FORMATS}; this one holds {keys}.")
+    return {"text": _filled_text(row["text"], "text")}
+
+
+def form_of(row: dict[str, Any]) -> str:
+    """Which of the forms that are read a row has: the first whose columns are all there. Unusable for any other."""
+    form = next((form for form, columns in FORMS.items() if columns <= row.keys()), None)
+    if form is None:
+        keys = ", ".join(f"`{key[:40]}`" for key in list(row)[:8]) or "nothing"
+        raise Unusable("unknown_row_format", f"A row needs {FORMATS}; this one holds {keys}.")
+    return form
 
 
 def prompt(messages: list[dict[str, Any]], path: str) -> list[Message]:
@@ -208,6 +245,17 @@ def _sharegpt_turn(turn: Any, path: str) -> Message:
         raise Unusable("unknown_role", text, f"{path}.from")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
     return {"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **rest}
+
+
+def _from_alpaca(row: dict[str, Any]) -> list[Message]:
+    """`instruction` with what it is applied to below it; a blank `input` is no input."""
+    if row.get("history"):
+        raise Unusable("invalid_message", "Earlier turns in `history` are not read: use `messages`.", "history")
+    given = _string(row.get("input") or "", "input")
+    asked = _filled_text(row["instruction"], "instruction") + (f"\n\n{given}" if given.strip() else "")
+    system = _string(row.get("system") or "", "system")
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": _filled_text(row["output"], "output")}]
+    return [{"role": "system", "content": system}, *messages] if system.strip() else messages
 
 
 def _openai_preference(row: dict[str, Any]) -> dict[str, Any]:

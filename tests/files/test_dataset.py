@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.files import dataset, parsing
+from app.files.problems import FIXES, Problem
 from app.files.rows import Unusable, check_method
 from tests.conftest import CASES
 
@@ -23,7 +25,7 @@ def check(content: bytes, filename: str = "a.jsonl") -> dataset.Report:
     return dataset.check(io.BytesIO(content), filename)
 
 
-def only_problem(content: bytes, filename: str = "a.jsonl") -> parsing.Problem:
+def only_problem(content: bytes, filename: str = "a.jsonl") -> Problem:
     report = check(content, filename)
     assert report.num_problems == 1
     return report.problems[0]
@@ -39,9 +41,9 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 
 
-# Cases that need a tokenizer or a format that is not read yet are not among tests/cases.
+# Cases with options need a tokenizer, folders a job.
 ALL = json.loads((CASES / "expected.json").read_text())["cases"]
-READABLE = [case for case in ALL if (CASES / case["file"]).exists()]
+READABLE = [case for case in ALL if (CASES / case["file"]).is_file() and "options" not in case]
 
 
 class TestCases:
@@ -186,8 +188,8 @@ class TestRefusals:
             (b'{"text": "\xff"}', "dataset_bad_encoding"),
             (b'{"a":' * 100_000, "dataset_bad_json"),
             (b'{"text": ' + b"9" * 10_000 + b"}", "dataset_bad_json"),
-            (b"PK\x03\x04rest", "unsupported_format"),
-            (b"\x1f\x8brest", "unsupported_format"),
+            (b"PK\x03\x04rest", "archive_broken"),
+            (b"\x1f\x8brest", "archive_broken"),
             ('{"text": "a"}'.encode("utf-16"), "unsupported_format"),
             (b"[1]", "row_not_object"),
             (b"[", "dataset_bad_json"),
@@ -200,11 +202,14 @@ class TestRefusals:
     def test_bytes_that_are_no_rows_give_one_clear_problem(self, content: bytes, code: str) -> None:
         assert only_problem(content).code == code
 
-    @pytest.mark.parametrize("filename", ["a.csv", "a.parquet", "a.zip"])
-    def test_formats_not_read_yet_say_which_are(self, filename: str) -> None:
-        problem = only_problem(b"a,b\n1,2\n", filename)
-        assert problem.code == "unsupported_format"
-        assert "JSON Lines" in problem.message
+    @pytest.mark.parametrize("filename", ["a.xlsx", "a.parquet", "a.zip", "a.jsonl.gz", "a.tar"])
+    def test_a_file_that_is_not_what_its_name_says_is_refused(self, filename: str) -> None:
+        assert only_problem(b"a,b\n1,2\n", filename).code == "unsupported_format"
+
+    def test_every_code_says_how_to_fix_what_it_names(self) -> None:
+        source = "".join(path.read_text() for path in Path(dataset.__file__).parent.glob("*.py"))
+        codes = set(re.findall(r'(?:Problem|Unusable)\(\s*"([a-z_]+)"', source))
+        assert codes == set(FIXES)
 
     def test_rows_of_different_forms_do_not_mix(self) -> None:
         report = check(json.dumps(CHAT).encode() + b'\n{"text": "a"}\n')

@@ -34,7 +34,9 @@ class TestCreateFile:
         file = await async_client.files.create(file=("train.jsonl", DATA), purpose="fine-tune")
         assert (await async_client.files.content(file.id)).content == DATA
 
-    @pytest.mark.parametrize("name", sorted(path.name for path in CASES.glob("*.jsonl")))
+    @pytest.mark.parametrize(
+        "name", [name for name, case in EXPECTED.items() if "options" not in case and "choices" not in case]
+    )
     def test_the_status_says_whether_data_can_be_trained_on(self, client: OpenAI, name: str) -> None:
         file = client.files.create(file=CASES / name, purpose="fine-tune")
         refused = EXPECTED[name]["outcome"] == "refuse"
