@@ -1,4 +1,5 @@
-"""The lease of a running attempt: renewed from a thread, with the requests that each renewal brings back."""
+"""The lease of a running attempt: renewed from a thread, with the requests that each renewal brings back, and enforced from
+another one, as a renewal may hang for as long as a cut connection does."""
 
 import logging
 import os
@@ -27,8 +28,8 @@ LAST_PART = 0.2
 
 
 class Heartbeat:
-    """Renews the lease while the block runs, and enforces what each renewal asks for from a thread of its own: the main
-    thread may be deep in an upload. The first reason to stop stays; `lost` overrides: then nothing may be written.
+    """Renews the lease while the block runs, and enforces its end and what each renewal asks for: the main thread may be deep
+    in an upload. The first reason to stop stays; `lost` overrides: then nothing may be written.
     """
 
     def __init__(self, run: Run, workspace: Workspace) -> None:
@@ -40,15 +41,19 @@ class Heartbeat:
         self._asked_at: float | None = None
         self._enforcing = True
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat_for_ever, name="lease", daemon=True)
+        self._lease = Renewal(run)
+        work = {"renew": self._renew_for_ever, "enforce": self._enforce_for_ever}
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work.items()]
 
     def __enter__(self) -> "Heartbeat":
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def limit_to(self, seconds: float) -> None:
         """Request a stop once the job has run for so long, all attempts together."""
@@ -72,11 +77,15 @@ class Heartbeat:
         """Only renew from now on: the end is decided and about to be written."""
         self._enforcing, self._alone = False, True
 
-    def _beat_for_ever(self) -> None:
-        lease = Renewal(self.run)
+    def _renew_for_ever(self) -> None:
         while not self._ended.wait(ENFORCE_EVERY_S):
-            if reason := lease.renew_if_due(self._time_limit_s, alone=self._alone):
+            if reason := self._lease.renew_if_due(self._time_limit_s, alone=self._alone):
                 self.request_stop(reason)
+
+    def _enforce_for_ever(self) -> None:
+        while not self._ended.wait(ENFORCE_EVERY_S):
+            if self._lease.is_running_out(LAST_PART):
+                self.request_stop(self._lease.why_it_runs_out())
             if self.reason is not None and self._enforcing:
                 self._enforce(self.reason)
 
@@ -86,7 +95,7 @@ class Heartbeat:
             self._asked_at = time.monotonic()
             _try(lambda: write_json(self.workspace.stop, StopRequest(reason)))
         waited, grace_s = time.monotonic() - self._asked_at, _grace_s(reason)
-        if waited > grace_s:
+        if waited > grace_s or self._lease.is_running_out(LAST_PART / 2):
             launch.kill_attempt(self.run, wait_s=1.0)
         if waited > grace_s + GIVE_UP_S:
             log.error("the supervisor hangs; its node reports it dead, and the attempt ends as was asked")
@@ -111,11 +120,20 @@ class Renewal:
             lease = self._renew(now - self._renewed_at, alone=alone)
         except Exception:  # the database is away
             log.warning("the lease could not be renewed", exc_info=True)
-            return "unreachable" if self._held_until - time.monotonic() < LAST_PART * settings.lease_s else None
+            return None
         self._renewed_at = now
         if lease is not None:
             self._held_until = now + lease.seconds_left
         return _asked_for(lease, time_limit_s)
+
+    def is_running_out(self, part: float) -> bool:
+        """Whether no more than this part of a lease is left."""
+        return self._held_until - time.monotonic() < part * get_settings().lease_s
+
+    def why_it_runs_out(self) -> Reason:
+        """What keeps the lease from growing: the database, or another node of the job that it does not hear of."""
+        is_answered = time.monotonic() - self._renewed_at < 3 * get_settings().heartbeat_s
+        return "silent" if is_answered else "unreachable"
 
     def _renew(self, ran_s: float, *, alone: bool) -> attempts.Lease | None:
         """The first node keeps the job for all of them; each other one its own part."""
@@ -141,15 +159,13 @@ def _asked_for(lease: attempts.Lease | None, time_limit_s: float | None) -> Reas
 
 
 def _grace_s(reason: Reason) -> float:
-    """How long the trainer may take to save and stop: not past the end of a lease that cannot be renewed."""
+    """How long the trainer may take to save and stop, whatever is left of the lease."""
     settings = get_settings()
     match reason:
         case "lost":
             return 0.0
         case "broken":
             return min(settings.stop_grace_s, BROKEN_GANG_GRACE_S)
-        case "unreachable" | "silent":
-            return min(settings.stop_grace_s, LAST_PART / 2 * settings.lease_s)
         case _:
             return settings.stop_grace_s
 
