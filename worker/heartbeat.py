@@ -132,7 +132,7 @@ class Renewal:
 
     def why_it_runs_out(self) -> Reason:
         """What keeps the lease from growing: the database, or another node of the job that it does not hear of."""
-        is_answered = time.monotonic() - self._renewed_at < 3 * get_settings().heartbeat_s
+        is_answered = time.monotonic() - self._renewed_at < get_settings().lease_s / 2
         return "silent" if is_answered else "unreachable"
 
     def _renew(self, ran_s: float, *, alone: bool) -> attempts.Lease | None:
