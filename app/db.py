@@ -11,6 +11,8 @@ from typing import Any
 from sqlalchemy import JSON, Connection, Double, Engine, MetaData, create_engine, event, make_url
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Session
 from sqlalchemy.sql.functions import FunctionElement
@@ -24,6 +26,8 @@ POSTGRESQL_TIMEOUTS = {
     "tcp_user_timeout": 10_000,
     "options": "-c lock_timeout=5000 -c statement_timeout=30000 -c idle_in_transaction_session_timeout=30000",
 }
+AWAY = (OperationalError, PoolTimeoutError)
+"""What a database that cannot be reached now raises."""
 READ_ONLY = {"tuneyard_read_only": True}
 # None is SQL NULL, never JSON's null: `IS NULL` finds it.
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")

@@ -6,12 +6,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from sqlalchemy.exc import DataError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.exc import DataError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from app import health, log, validation
+from app import db, health, log, validation
 from app.errors import DiskFull, InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
@@ -68,7 +67,7 @@ def create_app() -> FastAPI:
     app.add_exception_handler(TuneyardError, _tuneyard_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    for unreachable in (OperationalError, PoolTimeout):
+    for unreachable in db.AWAY:
         app.add_exception_handler(unreachable, _database_unreachable)
     app.add_exception_handler(OSError, _system_error)
     app.add_exception_handler(DataError, _unstorable)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from app import db
@@ -109,6 +107,6 @@ def _insist(action: Callable[[Session], T]) -> T:
         try:
             with db.write() as session:
                 return action(session)
-        except (OperationalError, PoolTimeoutError):
+        except db.AWAY:
             log.warning("database unreachable; the end of the attempt waits", exc_info=True)
             time.sleep(get_settings().heartbeat_s)

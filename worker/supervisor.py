@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from app import db
@@ -44,8 +42,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 TEARDOWN_S = 60.0
 # What passes: the database, the file system, an object store (s3fs and gcsfs raise OSErrors).
-DATABASE_AWAY = (OperationalError, PoolTimeoutError)
-OUTAGES = (*DATABASE_AWAY, OSError)
+OUTAGES = (*db.AWAY, OSError)
 End = Callable[[Session], bool]
 
 
@@ -345,7 +342,7 @@ def _write_end(run: Run, end: End) -> None:
                 if not end(session):
                     log.warning("the attempt no longer holds the job; nothing was written")
             return
-        except DATABASE_AWAY:
+        except db.AWAY:
             log.warning("database unreachable; the end of the attempt waits", exc_info=True)
             time.sleep(get_settings().heartbeat_s)
         except Exception:  # an end that can never be written must not hold the job for ever
@@ -371,7 +368,7 @@ def _report_rest(report: Callable[[], None], heartbeat: Heartbeat) -> None:
         try:
             _tolerating_outage(report, of=OSError)
             return
-        except DATABASE_AWAY:
+        except db.AWAY:
             log.warning("database unreachable; the trainer's last lines wait", exc_info=True)
             if heartbeat.reason == "unreachable":
                 heartbeat.stand_down()  # it has stopped: this process waits, and does not hang

@@ -66,10 +66,11 @@ def sweep_workspaces() -> None:
     settings = get_settings()
     total = 0
     for folder in sorted(ended_folders(settings.resolved_workspace_dir), key=lambda folder: folder.ended_s):
-        total += folder.bytes
-        if folder.ended_s > settings.retention_workspaces_s or total > settings.retention_workspaces_gb * GB:
-            total -= folder.bytes
+        size = folder.bytes
+        if folder.ended_s > settings.retention_workspaces_s or total + size > settings.retention_workspaces_gb * GB:
             remove(folder)
+        else:
+            total += size
 
 
 def ended_folders(workspace_dir: Path) -> list[Folder]:

@@ -9,7 +9,7 @@ from app.auth import KeyedRoute, ProjectId
 from app.config import get_settings
 from app.dependencies import Read
 from app.files import service
-from app.files.schemas import FileOut, Purpose, UploadPurpose
+from app.files.schemas import FileOut, Purpose, UploadPurpose, ValidationOut
 from app.schemas import After, Deleted, ListOut, Order
 
 MULTIPART_OVERHEAD_BYTES = 64 * 1024  # boundaries and the fields beside the file
@@ -55,6 +55,12 @@ def list_files(
 @router.get("/{file_id}", summary="Retrieve a file's facts")
 def retrieve_file(file_id: str, project_id: ProjectId, connection: Read) -> FileOut:
     return FileOut.of(service.get_file(connection, project_id, file_id))
+
+
+@router.get("/{file_id}/validation", summary="Report everything found in a file of training data")
+def retrieve_file_validation(file_id: str, project_id: ProjectId) -> ValidationOut:
+    """The file is read anew: a large one takes its time."""
+    return ValidationOut.model_validate(service.validation(project_id, file_id))
 
 
 @router.get("/{file_id}/content", summary="Download a file", response_class=Response)

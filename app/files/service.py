@@ -76,6 +76,17 @@ def get_file(connection: Connection | Session, project_id: str, file_id: str) ->
     return _found(connection, _visible(project_id), file_id)
 
 
+def validation(project_id: str, file_id: str) -> dict[str, Any]:
+    """Read a file of training data once more, and report everything there is to say of it. Raises NotFound, InvalidRequest."""
+    with db.read() as connection:
+        file = get_file(connection, project_id, file_id)
+    if file.purpose != "fine-tune":
+        message = f"File {file_id} has purpose '{file.purpose}': only files of purpose 'fine-tune' are validated."
+        raise InvalidRequest(message, code="not_training_data", param="file_id")
+    with storage.open_read(file.storage_key) as stream:
+        return dataset.check(stream, file.filename).as_json()
+
+
 def hold_file(session: Session, project_id: str, file_id: str) -> Row[Any]:
     """The same, and nobody deletes it before the transaction ends."""
     return _found(session, _visible(project_id).with_for_update(read=True), file_id)

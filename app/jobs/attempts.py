@@ -299,13 +299,12 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
     return _leave(session, job_id, attempt, Status.QUEUED, how, told, num_starts=starts)
 
 
-def quarantine(session: Session, job_id: str, attempt: int, node_id: str, gpu_uuids: Sequence[str]) -> bool:
+def quarantine(session: Session, job_id: str, attempt: int, node_id: str, gpu_uuids: Sequence[str]) -> None:
     """Keep GPUs back whose memory the attempt's processes left taken, and tell it. Call it before the attempt ends."""
     if gpu_uuids:
         message = f"Memory of {', '.join(gpu_uuids)} on {node_id} did not come back: quarantined until the node is resumed"
         tell(session, job_id, attempt, [NewEvent(message, level="warn", data={"node": node_id, "gpus": list(gpu_uuids)})])
         nodes.quarantine(session, node_id, gpu_uuids)
-    return True
 
 
 def lose_part(session: Session, job_id: str, attempt: int, node_rank: int, why: str) -> None:

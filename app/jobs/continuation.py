@@ -51,8 +51,7 @@ def spelled_out(session: Session, project_id: str, body: JobCreate) -> JobCreate
 def has_weights(session: Session, project_id: str, name: str) -> bool:
     """Whether the weights that a job's resolved spec names are still kept."""
     connection = session.connection()
-    is_kept = result_files(connection, project_id, name) or checkpoint_key(connection, project_id, name)
-    return bool(is_kept)
+    return bool(result_files(connection, project_id, name) or checkpoint_key(connection, project_id, name))
 
 
 def result_files(connection: Connection, project_id: str, name: str) -> list[Row[Any]]:

@@ -44,6 +44,24 @@ class TestCreateFile:
         for line in EXPECTED[name].get("lines", []):
             assert f"line {line}" in (file.status_details or "")
 
+    def test_the_report_names_every_error_and_what_surprises(self, client: OpenAI, http: httpx2.Client) -> None:
+        bad = client.files.create(file=("a.jsonl", DATA + b'{"text": 5}\n' + b"{\n"), purpose="fine-tune")
+        report = http.get(f"/v1/files/{bad.id}/validation").raise_for_status().json()
+        assert (report["rows_read"], report["rows_used"], report["num_errors"]) == (3, 1, 2)
+        assert [(error["line"], error["byte_offset"]) for error in report["errors"]] == [(2, len(DATA)), (3, len(DATA) + 12)]
+        assert all(error["fix"] for error in report["errors"])
+        flip = client.files.create(file=CASES / "A05a_metadata_type_flip.jsonl", purpose="fine-tune")
+        report = http.get(f"/v1/files/{flip.id}/validation").raise_for_status().json()
+        warned = [(warning["code"], warning["path"]) for warning in report["warnings"]]
+        assert ("mixed_type_column", "metadata.title") in warned
+
+    def test_only_training_data_has_a_report(self, client: OpenAI, other: OpenAI, http: httpx2.Client) -> None:
+        file = client.files.create(file=("notes.bin", b"\x00"), purpose="user_data")
+        answer = http.get(f"/v1/files/{file.id}/validation")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_training_data")
+        theirs = other.files.create(file=("a.jsonl", DATA), purpose="fine-tune")
+        assert http.get(f"/v1/files/{theirs.id}/validation").status_code == 404
+
     def test_data_for_other_purposes_is_not_read(self, client: OpenAI) -> None:
         assert client.files.create(file=("notes.bin", b"\x00\xff"), purpose="user_data").status == "processed"
 

@@ -42,6 +42,15 @@ def add_gpu_job(project_id: str, ranks: int, nodes: int = 1) -> str:
     return factories.create_job(project_id, accelerator="gpu", spec=spec.model_dump(mode="json"))
 
 
+def running_gpu_job(project_id: str, gpus: int) -> str:
+    """A job that a supervisor runs, on all GPUs of node a."""
+    add_node("a", gpus, accelerator="gpu")
+    job_id = add_gpu_job(project_id, gpus)
+    placement.place_all()
+    placement.claim(job_id, 1, 0, pid=1)
+    return job_id
+
+
 def add_cpu_job(project_id: str, *, max_wait_s: int | None = None, **values: object) -> str:
     spec = TrainingSpec.model_validate({"resources": {"accelerator": "cpu", "max_wait_s": max_wait_s}})
     return factories.create_job(project_id, spec=spec.model_dump(mode="json"), **values)
@@ -242,10 +251,7 @@ class TestGang:
 
 class TestUsage:
     def test_a_project_is_charged_for_the_time_it_held_slots(self, project_id: str) -> None:
-        add_node("a", 4, accelerator="gpu")
-        job_id = add_gpu_job(project_id, 4)
-        placement.place_all()
-        placement.claim(job_id, 1, 0, pid=1)
+        job_id = running_gpu_job(project_id, 4)
         with db.write() as session:
             session.execute(update(Placement).values(placed_at=db.now() - 1000))
             attempts.cancel(session, job_id, 1)
@@ -462,10 +468,7 @@ class TestQuarantine:
     @pytest.fixture
     def job_id(self, project_id: str) -> str:
         """A job on both GPUs of a node of two, one of which will not give its memory back."""
-        add_node("a", 2, accelerator="gpu")
-        job_id = add_gpu_job(project_id, 2)
-        placement.place_all()
-        placement.claim(job_id, 1, 0, pid=1)
+        job_id = running_gpu_job(project_id, 2)
         with db.write() as session:
             attempts.quarantine(session, job_id, 1, "a", ["a-1"])
             attempts.lose(session, job_id, 1, "The worker was lost")
