@@ -8,7 +8,8 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,43 +66,47 @@ def harmony(gpt_oss: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def make_workspace(tmp_path: Path) -> MakeWorkspace:
-    """A workspace as the service prepares one: float32, CPU, 16 chat rows, 2 rows per rank and step, 2 epochs."""
-
-    def make(
-        name: str, model: Path, /, *, rows: list[dict[str, Any]] | None = None, ranks: int = 1, **sections: Any
-    ) -> Workspace:
-        workspace = Workspace(tmp_path / name)
-        spec: dict[str, Any] = {
-            "model": {"name_or_path": str(model), "dtype": "float32"},
-            "resources": {"accelerator": "cpu"},
-            "parallelism": {"nproc_per_node": ranks},
-            "data": {"max_length": 512, "template_date": "2026-01-01"},
-            "training": {"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01},
-        }
-        for section, values in sections.items():
-            spec[section] = spec.get(section, {}) | values if isinstance(values, dict) else values
-        workspace.root.mkdir()
-        workspace.spec.write_text(TrainingSpec.model_validate(spec).model_dump_json(), encoding="utf-8")
-        tiny.write_rows(workspace.train_data, rows or tiny.chat_rows(16))
-        return workspace
-
-    return make
+    """`workspace_in` the test's own folder."""
+    return partial(workspace_in, tmp_path)
 
 
 @pytest.fixture
-def run_here() -> Iterator[Callable[[Workspace], Trainer]]:
+def run_here() -> Callable[[Workspace], Trainer]:
     """Run the trainer in this process: one rank, no process group."""
+    return train_here
+
+
+def workspace_in(
+    folder: Path, name: str, model: Path, /, *, rows: list[dict[str, Any]] | None = None, ranks: int = 1, **sections: Any
+) -> Workspace:
+    """A workspace as the service prepares one: float32, CPU, 16 chat rows, 2 rows per rank and step, 2 epochs."""
+    workspace = Workspace(folder / name)
+    spec: dict[str, Any] = {
+        "model": {"name_or_path": str(model), "dtype": "float32"},
+        "resources": {"accelerator": "cpu"},
+        "parallelism": {"nproc_per_node": ranks},
+        "data": {"max_length": 512, "template_date": "2026-01-01"},
+        "training": {"per_device_train_batch_size": 2, "num_train_epochs": 2, "learning_rate": 0.01},
+    }
+    for section, values in sections.items():
+        spec[section] = spec.get(section, {}) | values if isinstance(values, dict) else values
+    workspace.root.mkdir()
+    workspace.spec.write_text(TrainingSpec.model_validate(spec).model_dump_json(), encoding="utf-8")
+    tiny.write_rows(workspace.train_data, rows or tiny.chat_rows(16))
+    return workspace
+
+
+def train_here(workspace: Workspace) -> Trainer:
+    """What `run_here` gives; it leaves the process's answer to SIGTERM as it was."""
     handler = signal.getsignal(signal.SIGTERM)
-
-    def run_trainer(workspace: Workspace) -> Trainer:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    try:
         trainer = train(workspace)
-        assert trainer is not None
-        return trainer
-
-    yield run_trainer
-    signal.signal(signal.SIGTERM, handler)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert trainer is not None
+    return trainer
 
 
 def torchrun(workspace: Workspace, ranks: int, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,22 +10,32 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from worker.trainer.trainers import Trainer
 from worker.trainer.verify import verify
 from worker.workspace import Workspace
 
-from .conftest import EXPERTS, MakeWorkspace
+from .conftest import EXPERTS, train_here, workspace_in
 
 PROMPT = [{"role": "user", "content": "What is capital number 1?"}]
 
 
-@pytest.fixture
-def trained(make_workspace: MakeWorkspace, gpt_oss_mxfp4: Path, run_here: Callable[[Workspace], Trainer]) -> Workspace:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, gpt_oss_mxfp4: Path) -> Workspace:
     """A finished run on MXFP4 weights in bfloat16, experts adapted."""
     evaluation = {"prompts": [PROMPT], "max_new_tokens": 8}
-    workspace = make_workspace("w", gpt_oss_mxfp4, adapter=EXPERTS, model={"dtype": "bfloat16"}, evaluation=evaluation)
-    run_here(workspace)
+    sections = {"adapter": EXPERTS, "model": {"dtype": "bfloat16"}, "evaluation": evaluation}
+    workspace = workspace_in(tmp_path_factory.mktemp("finished"), "w", gpt_oss_mxfp4, **sections)
+    train_here(workspace)
     return workspace
+
+
+@pytest.fixture
+def trained(finished: Workspace, tmp_path: Path) -> Workspace:
+    """A copy of it, for the test to spoil."""
+    return copied(finished, tmp_path / "w")
+
+
+def copied(workspace: Workspace, root: Path) -> Workspace:
+    return Workspace(Path(shutil.copytree(workspace.root, root)))
 
 
 def change(workspace: Workspace, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -107,21 +117,21 @@ def test_another_chat_template_is_found(trained: Workspace) -> None:
     assert "the chat template of adapter is not the one that was trained with" in found.message
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def finished_merge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpt_oss_mxfp4: Path) -> Workspace:
+    """A finished run that exports base and adapter in one, too."""
+    sections = {"adapter": EXPERTS, "model": {"dtype": request.param}, "export": {"merged": True}}
+    workspace = workspace_in(tmp_path_factory.mktemp("merged"), "m", gpt_oss_mxfp4, **sections)
+    train_here(workspace)
+    return workspace
+
+
 class TestMergedExport:
     """Base and adapter in one, in bfloat16 and in float32."""
 
-    @pytest.fixture(params=["float32", "bfloat16"])
-    def merged(
-        self,
-        request: pytest.FixtureRequest,
-        make_workspace: MakeWorkspace,
-        gpt_oss_mxfp4: Path,
-        run_here: Callable[[Workspace], Trainer],
-    ) -> Workspace:
-        sections = {"adapter": EXPERTS, "model": {"dtype": request.param}, "export": {"merged": True}}
-        workspace = make_workspace("m", gpt_oss_mxfp4, **sections)
-        run_here(workspace)
-        return workspace
+    @pytest.fixture
+    def merged(self, finished_merge: Workspace, tmp_path: Path) -> Workspace:
+        return copied(finished_merge, tmp_path / "m")
 
     def test_a_good_merge_differs_by_the_rounding_of_its_weights_only(self, merged: Workspace) -> None:
         found = verify(merged, merged.export)
