@@ -22,7 +22,7 @@ PROMPT = [{"role": "user", "content": "What is capital number 1?"}]
 def finished(tmp_path_factory: pytest.TempPathFactory, gpt_oss_mxfp4: Path) -> Workspace:
     """A finished run on MXFP4 weights in bfloat16, experts adapted."""
     evaluation = {"prompts": [PROMPT], "max_new_tokens": 8}
-    sections = {"adapter": EXPERTS, "model": {"dtype": "bfloat16"}, "evaluation": evaluation}
+    sections: dict[str, Any] = {"adapter": EXPERTS, "model": {"dtype": "bfloat16"}, "evaluation": evaluation}
     workspace = workspace_in(tmp_path_factory.mktemp("finished"), "w", gpt_oss_mxfp4, **sections)
     train_here(workspace)
     return workspace
@@ -120,7 +120,7 @@ def test_another_chat_template_is_found(trained: Workspace) -> None:
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def finished_merge(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, gpt_oss_mxfp4: Path) -> Workspace:
     """A finished run that exports base and adapter in one, too."""
-    sections = {"adapter": EXPERTS, "model": {"dtype": request.param}, "export": {"merged": True}}
+    sections: dict[str, Any] = {"adapter": EXPERTS, "model": {"dtype": request.param}, "export": {"merged": True}}
     workspace = workspace_in(tmp_path_factory.mktemp("merged"), "m", gpt_oss_mxfp4, **sections)
     train_here(workspace)
     return workspace
