@@ -1,8 +1,7 @@
 """Fill the workspace before any trainer starts: the spec, the rows in canonical form, the checkpoint to go on from."""
 
 import contextlib
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -12,6 +11,9 @@ from app.config import get_settings
 from app.errors import TuneyardError
 from app.files import dataset, rows
 from app.files import service as files
+from app.files.observations import Row
+from app.files.parsing import Parsed
+from app.files.problems import Problem
 from app.jobs import attempts, continuation, sources
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
@@ -20,7 +22,7 @@ from app.manifests.check import sha256_of
 from worker import tracking
 from worker.failures import JobFailed
 from worker.heartbeat import Heartbeat
-from worker.workspace import Run, Workspace, write_json
+from worker.workspace import Run, Workspace, lines_of, write_json
 
 # Rows between two looks at whether the user has cancelled.
 CHECK_EVERY = 1000
@@ -35,19 +37,35 @@ def prepare_workspace(workspace: Workspace, run: Run, job: Job, spec: TrainingSp
     """
     write_json(workspace.spec, spec.model_dump(mode="json"))
     write_json(workspace.reports, tracking.reports_of(job))
-    counts = {"training": _write_rows(job.training_file, "training_file", job, workspace.train_data, heartbeat)}
+    reports = {"training": _write_rows(job.training_file, "training_file", job, workspace.train_data, heartbeat)}
     if job.validation_file is not None:
         target = workspace.validation_data
-        counts["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
+        reports["validation"] = _write_rows(job.validation_file, "validation_file", job, target, heartbeat)
     _check_data(workspace, run, job)
     _fetch_initial_weights(workspace, job, spec.training.from_)
     _fetch_checkpoint(workspace, job, keep_best=spec.evaluation.keep_best)
     if spec.parallelism.nnodes > 1 and not get_settings().shared_workspace:
         for path in filter(Path.exists, _row_files(workspace)):
             storage.put(path, _rows_key(job, path))
-    told = NewEvent(f"Read {counts['training']} training rows", data={"rows": counts})
+    told = NewEvent(f"Read {reports['training'].rows_used} training rows", data={"rows": _used(reports)})
+    skipped = [_told_of_skipped(split, report) for split, report in reports.items() if report.num_problems]
     with db.write() as session:
-        attempts.tell(session, run.job_id, run.attempt, [told])
+        attempts.tell(session, run.job_id, run.attempt, [told, *skipped])
+        attempts.record_rows(session, run.job_id, run.attempt, {split: _counts(report) for split, report in reports.items()})
+
+
+def _used(reports: dict[str, dataset.Report]) -> dict[str, int]:
+    return {split: report.rows_used for split, report in reports.items()}
+
+
+def _counts(report: dataset.Report) -> dict[str, Any]:
+    read, used = report.rows_read, report.rows_used
+    return {"rows_read": read, "rows_used": used, "rows_skipped": read - used, "skipped_by_reason": dict(report.codes)}
+
+
+def _told_of_skipped(split: str, report: dataset.Report) -> NewEvent:
+    message = f"Skipped {report.num_problems} of {report.rows_read} {split} rows: {report.summary}"
+    return NewEvent(message, level="warn", data={"split": split, **_counts(report)})
 
 
 def prepare_part(workspace: Workspace, run: Run, job: Job, spec: TrainingSpec) -> None:
@@ -74,7 +92,8 @@ def _rows_key(job: Job, path: Path) -> str:
 
 
 def _row_files(workspace: Workspace) -> list[Path]:
-    return [workspace.train_data, workspace.validation_data]
+    files = (workspace.train_data, workspace.validation_data)
+    return [*files, *map(lines_of, files)]
 
 
 def _link_to_first(workspace: Workspace, first: Workspace) -> None:
@@ -86,30 +105,39 @@ def _link_to_first(workspace: Workspace, first: Workspace) -> None:
             link.symlink_to(path)
 
 
-def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Heartbeat) -> int:
+def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Heartbeat) -> dataset.Report:
+    """Write the rows that can be learned from, and beside them on which line each stood; what was wrong with the others."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    count = 0
+    skips = TrainingSpec.stored(job.spec).data.on_bad_rows == "skip"
+    report = dataset.Report()
     try:
-        with target.open("w", encoding="utf-8") as file:
-            for count, row in enumerate(_rows_of(source, param, job), start=1):
-                _check_method(row, job, count, param)
-                file.write(dataset.canonical_line(row))
+        with target.open("w", encoding="utf-8") as file, lines_of(target).open("w", encoding="ascii") as lines:
+            for count, found in enumerate(_rows_of(source, param, job), start=1):
+                checked = _for_method(found, job.spec["method"])
+                report.add(checked)
+                if isinstance(checked, Row):
+                    file.write(dataset.canonical_line(checked.value))
+                    lines.write(f"{checked.line}\n")
+                elif not skips or checked.line is None:
+                    raise JobFailed("invalid_training_file", str(checked), param)
                 if count % CHECK_EVERY == 0:
                     heartbeat.raise_if_stopped()
-    except dataset.InvalidDataset as error:
-        raise JobFailed("invalid_training_file", str(error), param) from error
     except TuneyardError as error:
         raise JobFailed(error.code or "invalid_training_file", error.message, param) from error
-    if count == 0:
-        raise JobFailed("invalid_training_file", "The data set holds no rows.", param)
-    return count
+    if report.rows_used == 0:
+        raise JobFailed("dataset_no_trainable_rows", f"Every row was skipped, none is left: {report.summary}", param)
+    return report
 
 
-def _check_method(row: dict[str, Any], job: Job, number: int, param: str) -> None:
+def _for_method(found: Row | Problem, method: str) -> Row | Problem:
+    """The row, or why the job's method cannot learn from it."""
+    if isinstance(found, Problem):
+        return found
     try:
-        rows.check_method(row, job.spec["method"])
+        rows.check_method(found.value, method)
     except rows.Unusable as error:
-        raise JobFailed("invalid_training_file", f"Row {number}: {error.message} ({error.code})", param) from error
+        return Problem(error.code, error.message, found.line, path=error.path)
+    return found
 
 
 def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
@@ -126,48 +154,38 @@ def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
             raise JobFailed("training_data_changed", message, f"{split}_file")
 
 
-def _rows_of(source: str, param: str, job: Job) -> Iterator[dict[str, Any]]:
+def _rows_of(source: str, param: str, job: Job) -> Iterator[Row | Problem]:
     if source.startswith("hf://"):
-        yield from _hub_rows(source, param)
+        yield from dataset.canonical_rows(_hub_rows(source, param))
     elif source.startswith("file://"):
         path = sources.resolve_data_path(source, param)
-        yield from (row.value for row in dataset.read_rows(path, path.name))
+        yield from dataset.scan(path, path.name)
     else:
         with db.read() as connection:
             file = files.file_of_job(connection, job.project_id, source)
         with storage.open_read(file.storage_key) as stream:
-            yield from (row.value for row in dataset.read_rows(stream, file.filename))
+            yield from dataset.scan(stream, file.filename)
 
 
-def _hub_rows(source: str, param: str) -> Iterator[dict[str, Any]]:
-    """Rows of `hf://datasets/OWNER/NAME?split=train&subset=...&revision=...`, streamed."""
+def _hub_rows(source: str, param: str) -> Iterator[Parsed]:
+    """Rows of `hf://datasets/OWNER/NAME?split=train&subset=...&revision=...`, streamed, each with its number."""
     import datasets  # heavy, and only needed here
 
     parts = urlsplit(source)
     query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+    name, revision, subset = parts.path.removeprefix("/"), query.get("revision"), query.get("subset")
     try:
-        split = datasets.load_dataset(
-            parts.path.removeprefix("/"),
-            query.get("subset"),
-            split=query.get("split", "train"),
-            revision=query.get("revision"),
-            streaming=True,
-        )
-        yield from _canonical(split, param)
+        if subset is None:
+            choices = datasets.get_dataset_config_names(name, revision=revision)
+            if len(choices) > 1 and "default" not in choices:
+                raise JobFailed("dataset_subset_required", sources.subset_required(source, choices), param)
+        split = datasets.load_dataset(name, subset, split=query.get("split", "train"), revision=revision, streaming=True)
+        yield from (Parsed(number, row) for number, row in enumerate(split, start=1))
     except JobFailed:
         raise
     except Exception as error:  # whatever the Hub or the network answers, the user needs to see which data set it was
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise JobFailed("invalid_training_file", f"{source} could not be read: {reason}", param) from error
-
-
-def _canonical(split: Iterable[dict[str, Any]], param: str) -> Iterator[dict[str, Any]]:
-    for number, row in zip(itertools.count(1), split, strict=False):
-        try:
-            yield rows.canonical(row)
-        except rows.Unusable as error:
-            where = f" at {error.path}" if error.path else ""
-            raise JobFailed("invalid_training_file", f"Row {number}{where}: {error.message}", param) from error
 
 
 def _fetch_initial_weights(workspace: Workspace, job: Job, name: str | None) -> None:

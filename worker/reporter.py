@@ -94,6 +94,8 @@ class Reporter:
             told = [NewEvent(line["message"], level=line["level"], data=line["data"] or None) for line in lines]
             with db.write() as session:
                 attempts.tell(session, self.run.job_id, self.run.attempt, told)
+                for counts in filter(None, map(_row_counts, lines)):
+                    attempts.record_rows(session, self.run.job_id, self.run.attempt, counts)
             self._log.position = position
 
     def _report_metrics(self) -> None:
@@ -158,3 +160,13 @@ def _store_folder(folder: Path, key: str) -> bool:
 def attempt_key(run: Run) -> str:
     """Where an attempt's files lie in storage."""
     return f"jobs/{run.job_id}/attempt-{run.attempt}"
+
+
+def _row_counts(line: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """What became of a file's rows when they were tokenized, where the line tells that."""
+    data = line["data"] or {}
+    if "split" not in data or "trained_tokens" not in data:
+        return None
+    split = "training" if data["split"] == "train" else data["split"]
+    tokenized = {name: data[name] for name in ("rows_truncated", "rows_split", "tokens", "trained_tokens", "longest_row")}
+    return {split: tokenized | {"rows_used": data["rows_used"], "rows_skipped_tokenized": data["rows_skipped"]}}

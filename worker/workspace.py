@@ -4,6 +4,7 @@
         spec.json            the resolved TrainingSpec                         written by the supervisor
         reports.json         Reports: the trackers that the trainer itself tells  written by the supervisor
         data/train.jsonl     canonical rows, one JSON object a line            written by the supervisor
+        data/train.lines     the line that each of them stood on where it came from   written by the supervisor
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
         initial/             another job's weights, where `training.from` names some   written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
@@ -242,6 +243,11 @@ class HubPush:
     code: str | None = None
     url: str | None = None
     commit: str | None = None
+
+
+def lines_of(rows: Path) -> Path:
+    """Beside a file of canonical rows: the line that each row stood on in the file it came from, one number a line."""
+    return rows.with_suffix(".lines")
 
 
 def write_json(path: Path, value: Any) -> None:

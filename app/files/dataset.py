@@ -102,11 +102,12 @@ def canonical_line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def canonical_hash(source: IO[bytes] | Path, filename: str) -> str:
-    """The SHA-256 of a whole file's rows in canonical form; InvalidDataset where one cannot be used."""
+def canonical_hash(source: IO[bytes] | Path, filename: str, *, skip_bad: bool = False) -> str:
+    """The SHA-256 of a whole file's rows in canonical form; InvalidDataset where one cannot be used and none is skipped."""
     digest = hashlib.sha256()
-    for row in read_rows(source, filename):
-        digest.update(canonical_line(row.value).encode())
+    for row in scan(source, filename) if skip_bad else read_rows(source, filename):
+        if isinstance(row, Row):
+            digest.update(canonical_line(row.value).encode())
     return digest.hexdigest()
 
 

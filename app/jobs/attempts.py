@@ -148,6 +148,13 @@ def record_data(session: Session, job_id: str, attempt: int, sha256: dict[str, s
     return events.append(session, job_id, [], *_held(job_id, attempt), data_sha256=sha256)
 
 
+def record_rows(session: Session, job_id: str, attempt: int, counts: dict[str, dict[str, Any]]) -> bool:
+    """Note what became of the rows, per split; what was noted before of a split stays where the new counts do not say it."""
+    known: dict[str, Any] = session.scalar(select(Job.data_rows).where(*_held(job_id, attempt))) or {}
+    merged = known | {split: known.get(split, {}) | count for split, count in counts.items()}
+    return events.append(session, job_id, [], *_held(job_id, attempt), data_rows=merged)
+
+
 def record_steps(session: Session, job_id: str, attempt: int, records: Sequence[StepRecord]) -> bool:
     """Append metrics events and rows, and move the job's progress to the last of them."""
     last = records[-1]

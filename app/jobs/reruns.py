@@ -60,14 +60,14 @@ def _refuse_changed_rows(job: Row[Any]) -> None:
     for split, sha256 in (job.data_sha256 or {}).items():
         source = getattr(job, f"{split}_file") or ""
         path = Path(unquote(urlsplit(source).path))
-        if source.startswith("file://") and path.is_file() and _hash(path) != sha256:
+        if source.startswith("file://") and path.is_file() and _hash(path, job.spec) != sha256:
             message = f"Job {job.id} cannot be run again, the rows of its {split}_file have changed: create a new job."
             raise Conflict(message, code="training_data_changed", param=f"{split}_file")
 
 
-def _hash(path: Path) -> str | None:
+def _hash(path: Path, spec: dict[str, Any]) -> str | None:
     try:
-        return dataset.canonical_hash(path, path.name)
+        return dataset.canonical_hash(path, path.name, skip_bad=spec["data"].get("on_bad_rows") == "skip")
     except dataset.InvalidDataset:
         return None
 

@@ -277,7 +277,8 @@ class Queue(BaseModel):
 
 
 class JobOut(BaseModel):
-    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `rerun_of`, `tracking`."""
+    """OpenAI's job object, with ours beside it: `spec`, `progress`, `answers`, `queue`, `attempt`, `rerun_of`, `tracking`,
+    `data_rows`."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -307,6 +308,7 @@ class JobOut(BaseModel):
     started_at: int | None
     rerun_of: str | None
     tracking: list[Any]
+    data_rows: dict[str, Any]
 
     @classmethod
     def of(cls, job: Job | Row[Any]) -> Self:
@@ -338,6 +340,7 @@ class JobOut(BaseModel):
             started_at=_seconds(job.started_at),
             rerun_of=job.rerun_of,
             tracking=job.tracking or [],
+            data_rows=job.data_rows or {},
         )
 
 

@@ -47,9 +47,10 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     """
     body = continuation.spelled_out(session, project_id, body)
     _check_integrations(session, project_id, body.integrations)
-    sources.check_data_source(session, project_id, body.training_file, "training_file")
+    skips = body.spec.data.on_bad_rows == "skip"
+    sources.check_data_source(session, project_id, body.training_file, "training_file", skips_bad_rows=skips)
     if body.validation_file is not None:
-        sources.check_data_source(session, project_id, body.validation_file, "validation_file")
+        sources.check_data_source(session, project_id, body.validation_file, "validation_file", skips_bad_rows=skips)
     spec = resolve_spec(session, body)
     check_quotas(session, project_id, spec)
     secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
@@ -149,11 +150,12 @@ def require_sources(session: Session, job: Job | Row[Any], what: str) -> None:
     if initial is not None and not continuation.has_weights(session, job.project_id, initial):
         message = f"Job {job.id} cannot be {what}, the weights it goes on from are gone: create a new job from others."
         raise Conflict(message, code="initial_weights_gone", param=continuation.FROM)
+    skips = TrainingSpec.stored(job.spec).data.on_bad_rows == "skip"
     for param in ("training_file", "validation_file"):
         if (source := getattr(job, param)) is None:
             continue
         try:
-            sources.check_data_source(session, job.project_id, source, param)
+            sources.check_data_source(session, job.project_id, source, param, skips_bad_rows=skips)
         except InvalidRequest as error:
             message = f"Job {job.id} cannot be {what}, its {param} is gone: create a new job with another one."
             raise Conflict(message, code="training_data_gone", param=param) from error

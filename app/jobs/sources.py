@@ -2,15 +2,19 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
 from sqlalchemy.orm import Session
 
 from app.config import get_settings
 from app.errors import InvalidRequest, NotFound
 from app.files import service as files
 
+MAX_LISTED = 20
+MAX_README_CHARACTERS = 65_536
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 HUB_DATASET = re.compile(r"hf://datasets/[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(\?[\w=&.,-]*)?")
 
@@ -51,10 +55,13 @@ def context_length(base: str) -> int | None:
         return None
 
 
-def check_data_source(session: Session, project_id: str, source: str, param: str) -> None:
-    """Raises InvalidRequest unless `source` is a usable file of this project, a Hub data set, or an allowed path."""
+def check_data_source(session: Session, project_id: str, source: str, param: str, *, skips_bad_rows: bool = False) -> None:
+    """Raises InvalidRequest unless `source` is a usable file of this project, a Hub data set, or an allowed path.
+
+    A job that skips bad rows may have a file with errors: whether a row is left is known when it is read.
+    """
     if source.startswith("file-"):
-        _check_file(session, project_id, source, param)
+        _check_file(session, project_id, source, param, skips_bad_rows=skips_bad_rows)
     elif source.startswith("file://"):
         resolve_data_path(source, param)
     elif not HUB_DATASET.fullmatch(source):
@@ -66,9 +73,14 @@ def check_data_source(session: Session, project_id: str, source: str, param: str
 
 
 def resolve_data_path(source: str, param: str) -> Path:
-    """The file behind a `file://` URI below a root in TUNEYARD_DATA_ROOTS; InvalidRequest otherwise."""
+    """The file behind a `file://` URI below a root in TUNEYARD_DATA_ROOTS; of a folder the subset that `?subset=` names.
+
+    InvalidRequest otherwise.
+    """
     parts = urlsplit(source)
     path = _below(Path(unquote(parts.path)), get_settings().data_roots) if parts.netloc in ("", "localhost") else None
+    if path is not None and path.is_dir():
+        return _subset_file(path, source.partition("?")[0], parts.query, param)
     if path is None or not path.is_file():
         raise InvalidRequest(
             "No file of that name lies below a root in TUNEYARD_DATA_ROOTS: upload it with POST /v1/files instead.",
@@ -78,15 +90,50 @@ def resolve_data_path(source: str, param: str) -> Path:
     return path
 
 
-def _check_file(session: Session, project_id: str, file_id: str, param: str) -> None:
+def subset_required(source: str, choices: Sequence[str]) -> str:
+    """What to say where a data set has several subsets and none was named."""
+    listed = ", ".join(choices[:MAX_LISTED])
+    return f"{source} has several subsets, {listed}: name one with ?subset=NAME (`subset={choices[0]}`, for instance)."
+
+
+def _subset_file(folder: Path, source: str, query: str, param: str) -> Path:
+    """The file of the named subset of a folder with a README that lists its `configs`, as data sets on the Hub have them."""
+    asked = {name: values[0] for name, values in parse_qs(query).items()}.get("subset")
+    subsets = _subsets(folder)
+    if not subsets:
+        message = "The folder has no README.md that lists its subsets (`configs`): name a file in it."
+        raise InvalidRequest(message, code="invalid_training_file", param=param)
+    if asked is None and len(subsets) > 1:
+        raise InvalidRequest(subset_required(source, list(subsets)), code="dataset_subset_required", param=param)
+    if asked is not None and asked not in subsets:
+        message = f"There is no subset `{asked[:80]}`, only {', '.join(list(subsets)[:MAX_LISTED])}: name one of them."
+        raise InvalidRequest(message, code="dataset_subset_required", param=param)
+    file = _below(folder / subsets[asked or next(iter(subsets))], [folder])
+    if file is None or not file.is_file():
+        raise InvalidRequest("The subset's file is not in the folder.", code="invalid_training_file", param=param)
+    return file
+
+
+def _subsets(folder: Path) -> dict[str, str]:
+    """Name -> file of every subset that is one file; {} where the README lists none."""
+    try:
+        with (folder / "README.md").open(encoding="utf-8") as readme:
+            head = re.match(r"---\n(.*?)\n---", readme.read(MAX_README_CHARACTERS), re.DOTALL)
+        configs = (yaml.safe_load(head[1]) or {}).get("configs") if head else None
+        return {str(config["config_name"]): str(config["data_files"]) for config in configs or []}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError, RecursionError):
+        return {}
+
+
+def _check_file(session: Session, project_id: str, file_id: str, param: str, *, skips_bad_rows: bool) -> None:
     try:
         file = files.hold_file(session, project_id, file_id)
     except NotFound as error:
         raise InvalidRequest(f"No such file: {file_id}. Upload it first.", code="invalid_training_file", param=param) from error
     if file.purpose != "fine-tune":
         reason = f"has purpose '{file.purpose}': upload it with purpose 'fine-tune'"
-    elif file.status == "error":
-        reason = f"is not valid: {file.status_details}"
+    elif file.status == "error" and not skips_bad_rows:
+        reason = f"is not valid: {file.status_details} Or set spec.data.on_bad_rows to `skip`"
     else:
         return
     raise InvalidRequest(f"File {file_id} {reason}.", code="invalid_training_file", param=param)

@@ -120,6 +120,11 @@ class DataSection(Section):
         description="A row over max_length: refuse the data set, skip the row (counted), cut its end (counted), or split plain "
         "text into several rows (the default of `cpt`). A row whose cut leaves nothing to learn is always refused.",
     )
+    on_bad_rows: Literal["refuse", "skip"] = Field(
+        default="refuse",
+        description="A row that cannot be learned from: refuse the data set, or leave the row out (counted on the job and in "
+        "its events). A data set of which nothing is left is always refused.",
+    )
     packing: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Several rows in one sequence, without attention between them. `auto`: where that is exact for the model.",

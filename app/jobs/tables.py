@@ -35,6 +35,8 @@ class Job(Base):
     integrations: Mapped[list[Any]]
     data_sha256: Mapped[dict[str, Any] | None]
     """Per split the SHA-256 of its rows in canonical form, written by the first attempt: later ones train on the same."""
+    data_rows: Mapped[dict[str, Any] | None]
+    """Per split what became of its rows: read, used, skipped by reason, cut, tokens."""
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     request_sha256: Mapped[str | None] = mapped_column(String(64))
     """Of the request that came with the key."""

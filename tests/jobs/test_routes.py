@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -51,6 +52,14 @@ class TestCreateJob:
     def test_old_codes_hyperparameters_count(self, client: OpenAI, training_file: str) -> None:
         job = client.fine_tuning.jobs.create(model=MODEL, training_file=training_file, hyperparameters={"n_epochs": 2})
         assert job.hyperparameters.n_epochs == 2
+
+    def test_a_file_with_bad_rows_is_refused_unless_the_job_skips_them(self, client: OpenAI) -> None:
+        file = client.files.create(file=CASES / "A09a_no_answer.jsonl", purpose="fine-tune")
+        with pytest.raises(openai.BadRequestError, match="line 2") as caught:
+            client.fine_tuning.jobs.create(model=MODEL, training_file=file.id)
+        assert (caught.value.code, caught.value.param) == ("invalid_training_file", "training_file")
+        skips = {"spec": {"data": {"on_bad_rows": "skip"}}}
+        assert client.fine_tuning.jobs.create(model=MODEL, training_file=file.id, extra_body=skips).status == "queued"
 
     @pytest.mark.anyio
     async def test_the_asynchronous_client_creates_too(self, async_client: AsyncOpenAI) -> None:

@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from app.jobs.spec import DataSection, TrainingSpec
 from tests import tiny
+from tests.conftest import CASES
 from worker.trainer.data import IGNORED, Counts, Tokens, load_data, tokenize_file
 from worker.trainer.failures import TrainerError
 from worker.trainer.methods import num_steps
 from worker.trainer.model import load_tokenizer
-from worker.workspace import read_json
+from worker.workspace import lines_of, read_json
 
 from .conftest import MakeWorkspace
 
@@ -123,6 +124,34 @@ class TestRefusals:
         assert "line 10:" in message
         assert "line 11:" not in message
         assert "and 20 more" in message
+
+
+class TestBadRows:
+    """Rows whose answer lies beyond max_length (tests/cases A09b and A09c): only the tokens tell."""
+
+    def tokenized(self, name: str, tokenizer: PreTrainedTokenizerBase, **data: Any) -> Counts:
+        return tokenize_file(CASES / name, DataSection(max_length=512, **data), tokenizer)[1]
+
+    def test_refuse_the_data_by_line_with_the_setting_that_cuts_them(self, chatml: PreTrainedTokenizerBase) -> None:
+        with pytest.raises(TrainerError, match=r"line 3: .*data\.max_length 512.*no_trainable_tokens") as caught:
+            self.tokenized("A09b_prompt_over_max_one.jsonl", chatml)
+        assert caught.value.failure.code == "invalid_training_file"
+
+    def test_are_skipped_and_counted_when_the_job_says_so(self, chatml: PreTrainedTokenizerBase) -> None:
+        counts = self.tokenized("A09b_prompt_over_max_one.jsonl", chatml, on_bad_rows="skip")
+        assert (counts.rows_read, counts.rows_used, counts.rows_skipped) == (4, 3, 1)
+        assert any("line 3" in warning for warning in counts.warnings)
+
+    def test_refuse_the_data_all_the_same_where_no_other_is_left(self, chatml: PreTrainedTokenizerBase) -> None:
+        with pytest.raises(TrainerError, match="4 skipped") as caught:
+            self.tokenized("A09c_prompt_over_max_all.jsonl", chatml, on_bad_rows="skip")
+        assert caught.value.failure.code == "dataset_no_trainable_rows"
+
+    def test_are_named_by_the_line_in_the_users_own_file(self, tmp_path: Path, chatml: PreTrainedTokenizerBase) -> None:
+        path = tiny.write_rows(tmp_path / "train.jsonl", [SHORT, LONG])
+        lines_of(path).write_text("4\n9\n")
+        with pytest.raises(TrainerError, match="file: line 9: "):
+            tokenize_file(path, DataSection(max_length=150), chatml)
 
 
 class TestLongRows:

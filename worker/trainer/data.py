@@ -5,6 +5,7 @@ nothing is an error with its line. TRL then gets plain `input_ids` and `labels` 
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from app.jobs.spec import DataSection, TrainingSpec
 from worker.trainer.chat import ChatRenderer, Rendered, RowError, Span, chat_renderer
 from worker.trainer.failures import TrainerError
 from worker.trainer.preferences import Answer, Labelled, Pair, labelled, pair
-from worker.workspace import Workspace, read_json, write_json
+from worker.workspace import Workspace, lines_of, read_json, write_json
 
 IGNORED = -100  # the label of a token that carries no loss, as torch's cross entropy has it
 MAX_REPORTED_ERRORS = 10  # rows named in a failure; enough to see the pattern, few enough to read
@@ -120,19 +121,23 @@ def tokenize_file(
             row = _parse(line)
             fitting = _fit(tokenize_row(row, spec, tokenizer, chat, method), spec, counts, is_text="text" in row)
         except RowError as error:
+            counts.rows_skipped += 1
             problems.append(f"line {number}: {error}")
             continue
         counts.rows_used += bool(fitting)
         rows += fitting
-    if problems:
+    skips = spec.on_bad_rows == "skip"
+    if problems and not skips:
         raise _invalid_file(path, problems)
     if not rows:
-        raise _invalid_file(path, [f"no row is left to train on ({counts.rows_skipped} skipped)"])
+        left = f"no row is left to train on ({counts.rows_skipped} skipped)"
+        raise _invalid_file(path, [left, *problems], "dataset_no_trainable_rows" if skips else None)
     counts.tokens = sum(row.num_tokens for row in rows)
     counts.trained_tokens = sum(row.num_trained for row in rows)
     counts.longest_row = max(row.longest for row in rows)
     handled = {
-        "row skipped, longer than data.max_length": counts.rows_skipped,
+        "row skipped, longer than data.max_length": counts.rows_skipped - len(problems),
+        f"row skipped, nothing to learn in it ({'; '.join(problems[:MAX_REPORTED_ERRORS])})": len(problems),
         "row cut to data.max_length": counts.rows_truncated,
         "text split at data.max_length": counts.rows_split,
     }
@@ -276,19 +281,22 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Every row, with the line that it stood on in the user's own file where that is known."""
+    origin = lines_of(path)
+    numbers = map(int, origin.read_text().split()) if origin.exists() else itertools.count(1)
     with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in zip(numbers, file, strict=False):
             if line.strip():
                 yield number, line
 
 
-def _invalid_file(path: Path, problems: list[str]) -> TrainerError:
+def _invalid_file(path: Path, problems: list[str], named: str | None = None) -> TrainerError:
     more = len(problems) - MAX_REPORTED_ERRORS
     shown = problems[:MAX_REPORTED_ERRORS] + ([f"and {more} more"] if more > 0 else [])
     code, param = ("invalid_training_file", "training_file")
     if path.name.startswith("validation"):
         code, param = ("invalid_validation_file", "validation_file")
-    return TrainerError(code, "; ".join(shown), param)
+    return TrainerError(named or code, "; ".join(shown), param)
 
 
 def _files(workspace: Workspace) -> dict[str, Path]:
