@@ -99,6 +99,17 @@ def read() -> Iterator[Connection]:
         yield connection
 
 
+def storable(value: Any) -> Any:
+    """The same with what no database can hold replaced: NUL characters and halves of surrogate pairs."""
+    if isinstance(value, dict):
+        return {storable(key): storable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [storable(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode().replace("\x00", "\ufffd")
+    return value
+
+
 def _sqlite_connect(connection: DBAPIConnection, _record: object) -> None:
     connection.isolation_level = None  # the driver must not begin transactions of its own
     cursor = connection.cursor()

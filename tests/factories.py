@@ -4,7 +4,9 @@ import hashlib
 from typing import Any
 
 from app import db, storage
+from app.files import validation
 from app.ids import new_id
+from app.jobs import validating
 from app.jobs.logs import log_key
 from app.jobs.spec import TrainingSpec
 from app.jobs.tables import Artifact, Checkpoint, Event, Job, Metrics, Wait
@@ -39,6 +41,13 @@ def update_job(job_id: str, **values: Any) -> None:
         job = session.get_one(Job, job_id)
         for name, value in values.items():
             setattr(job, name, value)
+
+
+def read_uploads() -> None:
+    """What a control worker does for new files, and for the jobs that wait for them."""
+    while validation.validate_next():
+        pass
+    validating.settle_all()
 
 
 def add_wait(job_id: str, position: int, reason: str, blocking_resource: str) -> None:

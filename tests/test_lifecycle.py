@@ -73,7 +73,7 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture(scope="module")
 def training_file(service: Service, rows: Path) -> str:
     file = service.client.files.create(file=rows, purpose="fine-tune")
-    return service.client.files.wait_for_processing(file.id).id
+    return service.client.files.wait_for_processing(file.id, poll_interval=0.1).id
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def finished(service: Service, models: Path, training_file: str) -> FineTuningJo
     spec = SPEC | {"evaluation": {"prompts": PROMPTS, "max_new_tokens": 8}}
     more = {"suffix": "first", "metadata": {"team": "blue"}, "validation_file": training_file}
     job = service.create_job(models / "tiny-llama", training_file, spec, **more)
-    assert job.status == "queued"
+    assert job.status == "queued"  # its file has been read
     job = service.wait_for_end(job.id)
     assert job.status == "succeeded", job.error
     return job

@@ -1,23 +1,36 @@
 """Celery tasks: a few lines each, safe to run twice or at once. Run by `tuneyard control` and `tuneyard node`."""
 
+import contextlib
 import subprocess
 import sys
+import threading
 from typing import Any
 
-from celery.signals import worker_ready, worker_shutdown
+from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
 
 from app.config import get_settings
+from app.files import validation
+from app.jobs import validating
 from app.nodes import placement
 from app.queue import celery
 from worker import node, sweeper, ticker
 
 NODE_PREFIX = "node@"
+_ending = threading.Event()
 
 
 @celery.task(name="place")
 def place() -> None:
     """Give waiting jobs their nodes."""
     placement.place_all()
+
+
+@celery.task(name="validate")
+def validate() -> None:
+    """Read new files through, and let the jobs go on that wait for them."""
+    with contextlib.suppress(validation.Interrupted):
+        while validation.validate_next(_ending):
+            validating.settle_all()
 
 
 @celery.task(name="launch")
@@ -35,6 +48,11 @@ def _start_thread(sender: Any, **_: Any) -> None:
     else:
         ticker.start()
         sweeper.start(sweeper.sweep_storage)
+
+
+@worker_shutting_down.connect
+def _interrupt_readings(**_: Any) -> None:
+    _ending.set()
 
 
 @worker_shutdown.connect

@@ -6,7 +6,8 @@ import time
 
 from app import db, queue
 from app.config import get_settings
-from app.jobs import attempts
+from app.files import validation
+from app.jobs import attempts, validating
 from app.nodes import placement
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ def _tick_for_ever() -> None:
             reaper.reap()
             placement.resend_lost_launches()
             placement.place_all()
+            validation.wake_if_any_waits()
+            validating.settle_all()
         except Exception:  # the database is away: go on ticking, it comes back
             log.warning("tick failed; trying again", exc_info=True)
 

@@ -14,7 +14,7 @@ left out.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -111,11 +111,12 @@ def canonical_hash(source: IO[bytes] | Path, filename: str, *, skip_bad: bool = 
     return digest.hexdigest()
 
 
-def check(source: IO[bytes] | Path, filename: str) -> Report:
-    """Read a file to its end and report everything wrong with it."""
+def check(source: IO[bytes] | Path, filename: str, each_row: Callable[[], None] = lambda: None) -> Report:
+    """Read a file to its end and report everything wrong with it; what `each_row` raises ends the reading."""
     report = Report()
     for found in scan(source, filename, report.source):
         report.add(found)
+        each_row()
     return report
 
 

@@ -32,6 +32,7 @@ FIXES = {
     "mixed_row_formats": "Split the file by format.",
     "no_assistant_turn": "Add the assistant's answer.",
     "no_messages": "Give a list of at least one message.",
+    "not_readable": "Upload it again; a very large one in several files.",
     "no_trainable_turn": "Leave one answer without `weight`: 0.",
     "row_not_object": "Write each row as a JSON object.",
     "row_too_large": "Split the row, or leave it out.",

@@ -58,9 +58,9 @@ def retrieve_file(file_id: str, project_id: ProjectId, connection: Read) -> File
 
 
 @router.get("/{file_id}/validation", summary="Report everything found in a file of training data")
-def retrieve_file_validation(file_id: str, project_id: ProjectId) -> ValidationOut:
-    """The file is read anew: a large one takes its time."""
-    return ValidationOut.model_validate(service.validation(project_id, file_id))
+def retrieve_file_validation(file_id: str, project_id: ProjectId, connection: Read) -> ValidationOut:
+    """There once the file is `processed` or `error`; 409 before."""
+    return ValidationOut.model_validate(service.validation_report(connection, project_id, file_id))
 
 
 @router.get("/{file_id}/content", summary="Download a file", response_class=Response)

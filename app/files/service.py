@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from app import db, storage
 from app.config import get_settings
 from app.errors import Conflict, InvalidRequest, NotFound, TooLarge
-from app.files import dataset
+from app.files import validation
 from app.files.tables import File
 from app.ids import new_id
 from app.jobs import queries as jobs
@@ -27,7 +27,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def create_file(project_id: str, upload: IO[bytes], filename: str, purpose: str, expires_after_s: int | None = None) -> File:
-    """Store an upload; training data is read through once, and the file's status says whether it can be used.
+    """Store an upload; training data is `uploaded` until a control worker has read it through.
 
     No transaction is open while bytes move: an upload takes as long as the client's line allows.
     """
@@ -36,7 +36,7 @@ def create_file(project_id: str, upload: IO[bytes], filename: str, purpose: str,
     key = f"files/{file_id}"
     size, sha256 = _store(upload, key)
     try:
-        status, details = _validate(upload, filename) if purpose == "fine-tune" else ("processed", None)
+        is_data = purpose == "fine-tune"
         with db.write() as session:
             keys.check_storage(session, project_id, partial(stored_bytes, session, project_id), size)
             file = File(
@@ -46,14 +46,15 @@ def create_file(project_id: str, upload: IO[bytes], filename: str, purpose: str,
                 purpose=purpose,
                 bytes=size,
                 sha256=sha256,
-                status=status,
-                status_details=details,
+                status="uploaded" if is_data else "processed",
                 storage_key=key,
             )
             if expires_after_s is not None:
                 file.expires_at = db.now() + expires_after_s
             session.add(file)
             session.flush()
+            if is_data:
+                validation.ask_for(session, file_id)
             session.refresh(file)
             return file
     except BaseException:
@@ -76,15 +77,17 @@ def get_file(connection: Connection | Session, project_id: str, file_id: str) ->
     return _found(connection, _visible(project_id), file_id)
 
 
-def validation(project_id: str, file_id: str) -> dict[str, Any]:
-    """Read a file of training data once more, and report everything there is to say of it. Raises NotFound, InvalidRequest."""
-    with db.read() as connection:
-        file = get_file(connection, project_id, file_id)
+def validation_report(connection: Connection, project_id: str, file_id: str) -> dict[str, Any]:
+    """Everything that was found in a file of training data. Raises NotFound, InvalidRequest, Conflict until it is read."""
+    file = get_file(connection, project_id, file_id)
     if file.purpose != "fine-tune":
         message = f"File {file_id} has purpose '{file.purpose}': only files of purpose 'fine-tune' are validated."
         raise InvalidRequest(message, code="not_training_data", param="file_id")
-    with storage.open_read(file.storage_key) as stream:
-        return dataset.check(stream, file.filename).as_json()
+    report = validation.report_of(connection, file_id)
+    if report is None:
+        message = f"File {file_id} is still being read: wait until its status is `processed` or `error`, then ask again."
+        raise Conflict(message, code="validation_not_finished", param="file_id")
+    return report
 
 
 def hold_file(session: Session, project_id: str, file_id: str) -> Row[Any]:
@@ -92,7 +95,7 @@ def hold_file(session: Session, project_id: str, file_id: str) -> Row[Any]:
     return _found(session, _visible(project_id).with_for_update(read=True), file_id)
 
 
-def file_of_job(connection: Connection, project_id: str, file_id: str) -> Row[Any]:
+def file_of_job(connection: Connection | Session, project_id: str, file_id: str) -> Row[Any]:
     """A file that an unfinished job reads: it stays for that job, also when it has expired for everybody else."""
     return _found(connection, select(*File.__table__.columns).where(File.project_id == project_id), file_id)
 
@@ -202,12 +205,6 @@ def _store(upload: IO[bytes], key: str) -> tuple[int, str]:
             digest.update(block)
             target.write(block)
     return size, digest.hexdigest()
-
-
-def _validate(upload: IO[bytes], filename: str) -> tuple[str, str | None]:
-    upload.seek(0)
-    report = dataset.check(upload, filename)
-    return ("processed", None) if report.is_usable else ("error", report.summary)
 
 
 def _visible(project_id: str) -> Select[Any]:

@@ -1,6 +1,8 @@
 """Uploaded and produced files."""
 
-from sqlalchemy import BigInteger, ForeignKey, Index, String
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Index, String, text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app.db import Base, now
@@ -24,3 +26,23 @@ class File(Base):
     storage_key: Mapped[str] = mapped_column(String(1024))
     created_at: Mapped[float] = mapped_column(default=now())
     expires_at: Mapped[float | None]
+
+
+class Validation(Base):
+    """The reading of one file of training data: who is at it, and what was found."""
+
+    __tablename__ = "file_validations"
+    __table_args__ = (
+        Index(
+            "ix_file_validations_waiting",
+            "leased_until",
+            postgresql_where=text("report IS NULL"),
+            sqlite_where=text("report IS NULL"),
+        ),
+    )
+
+    file_id: Mapped[str] = mapped_column(ForeignKey(File.id, ondelete="CASCADE"), primary_key=True)
+    tries: Mapped[int] = mapped_column(default=0)
+    leased_until: Mapped[float] = mapped_column(default=0.0)
+    """Until then a control worker reads it; in the past, the file waits for one."""
+    report: Mapped[dict[str, Any] | None]

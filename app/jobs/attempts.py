@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, 
 from sqlalchemy.orm import Session
 
 from app.config import get_settings
-from app.db import now
+from app.db import now, storable
 from app.ids import new_id
 from app.jobs import events, figures, history
 from app.jobs.events import NewEvent
@@ -260,13 +260,13 @@ def succeed(session: Session, job_id: str, attempt: int, outcome: Outcome) -> bo
         fine_tuned_model=outcome.model_id,
         trained_tokens=outcome.trained_tokens,
         result_files=[outcome.result_file] if outcome.result_file else [],
-        answers=events.storable(outcome.answers),  # a model may well say NUL
+        answers=storable(outcome.answers),  # a model may well say NUL
     )
 
 
 def fail(session: Session, job_id: str, attempt: int, code: str, message: str, param: str | None = None) -> bool:
     """End the job with the cause."""
-    error = events.storable({"code": code, "message": message, "param": param})
+    error = storable({"code": code, "message": message, "param": param})
     told = NewEvent(f"The job failed: {message}", level="error", data={"error": error})
     return _end(session, job_id, attempt, Status.FAILED, told, error=error)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, insert, update
 from sqlalchemy.orm import Session
 
+from app import db
 from app.ids import new_id
 from app.jobs.tables import Event, Job
 
@@ -45,17 +46,6 @@ def _row(job_id: str, seq: int, event: NewEvent) -> dict[str, Any]:
         "id": new_id("ftevent-"),
         "level": event.level,
         "type": event.type,
-        "message": storable(event.message),
-        "data": storable(event.data),
+        "message": db.storable(event.message),
+        "data": db.storable(event.data),
     }
-
-
-def storable(value: Any) -> Any:
-    """The same with what no database can hold replaced: NUL characters and halves of surrogate pairs."""
-    if isinstance(value, dict):
-        return {storable(key): storable(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [storable(inner) for inner in value]
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode().replace("\x00", "\ufffd")
-    return value

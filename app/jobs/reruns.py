@@ -12,10 +12,10 @@ from app import db, queue, storage
 from app.errors import Conflict
 from app.files import dataset
 from app.ids import new_id
-from app.jobs import events, queries, service, waiting
+from app.jobs import events, queries, service, validating, waiting
 from app.jobs.events import NewEvent
 from app.jobs.spec import TrainingSpec
-from app.jobs.status import TERMINAL, Status
+from app.jobs.status import TERMINAL
 from app.jobs.tables import Artifact, Job
 from app.manifests.check import MANIFEST
 
@@ -40,7 +40,7 @@ def _insert(session: Session, job: Row[Any], spec: TrainingSpec) -> str:
     also = ("integrations", "priority", "accelerator", "data_sha256")
     again = Job(
         id=new_id("ftjob-"),
-        status=Status.QUEUED,
+        status=validating.first_status(session, job.project_id, job.training_file, job.validation_file),
         spec=spec.model_dump(mode="json"),
         rerun_of=job.id,
         result_files=[],

@@ -17,12 +17,12 @@ from app.errors import Conflict, InvalidRequest, NotFound
 from app.files import rows
 from app.files import service as files
 from app.ids import new_id
-from app.jobs import continuation, events, history, sources, waiting
+from app.jobs import continuation, events, history, sources, validating, waiting
 from app.jobs.events import NewEvent
 from app.jobs.history import End
 from app.jobs.schemas import IntegrationRequest, JobCreate, MlflowIntegration, WandbIntegration
 from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, default_learning_rate
-from app.jobs.status import TERMINAL, Status, switch_status
+from app.jobs.status import TERMINAL, WAITING, Status, switch_status
 from app.jobs.tables import Job
 from app.keys import service as keys
 from app.nodes import service as nodes
@@ -57,7 +57,7 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     job = Job(
         id=new_id("ftjob-"),
         project_id=project_id,
-        status=Status.QUEUED,
+        status=validating.first_status(session, project_id, body.training_file, body.validation_file),
         model=body.model,
         training_file=body.training_file,
         validation_file=body.validation_file,
@@ -89,7 +89,7 @@ def cancel_job(project_id: str, job_id: str) -> None:
     with db.write() as session:
         job = get_job(session, project_id, job_id)
         _refuse_ended(job, "cancelled", allowed=Status.CANCELLED)
-        if job.status in (Status.QUEUED, Status.PAUSED):
+        if job.status in WAITING:
             told = NewEvent("Fine-tuning job cancelled")
             switch_status(session, job_id, Status.CANCELLED, told, Job.status == job.status, finished_at=now())
             _take_back(session, job, End.CANCELLED, told)
@@ -106,9 +106,9 @@ def pause_job(project_id: str, job_id: str) -> None:
     with db.write() as session:
         job = get_job(session, project_id, job_id)
         _refuse_ended(job, "paused")
-        if job.status == Status.QUEUED:
+        if job.status in (Status.VALIDATING, Status.QUEUED):
             told = NewEvent("Fine-tuning job paused")
-            switch_status(session, job_id, Status.PAUSED, told, Job.status == Status.QUEUED)
+            switch_status(session, job_id, Status.PAUSED, told, Job.status == job.status)
             _take_back(session, job, End.PAUSED, told)
         elif job.status == Status.RUNNING and job.pause_requested_at is None:
             events.append(session, job_id, [NewEvent("Pausing: the job saves and stops")], pause_requested_at=now())
@@ -126,7 +126,8 @@ def resume_job(project_id: str, job_id: str) -> None:
         if job.status == Status.RUNNING and job.pause_requested_at is not None:
             raise Conflict(f"Job {job_id} is still pausing: resume it once it is paused.", code="job_pausing")
         if job.status == Status.PAUSED:
-            switch_status(session, job_id, Status.QUEUED, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
+            again = validating.first_status(session, project_id, job.training_file, job.validation_file)
+            switch_status(session, job_id, again, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
             queue.send_after_commit(session, "place")
         elif job.status == Status.FAILED:
             _begin_anew(session, job)
@@ -139,7 +140,8 @@ def _begin_anew(session: Session, job: Job) -> None:
     told = NewEvent("Fine-tuning job resumed after its failure", data={"error": job.error})
     forgotten = {"error": None, "finished_at": None, "cancel_requested_at": None, "pause_requested_at": None}
     changes = {"num_starts": 0, "run_seconds": 0.0, **forgotten}
-    switch_status(session, job.id, Status.QUEUED, told, Job.status == Status.FAILED, **changes)
+    again = validating.first_status(session, job.project_id, job.training_file, job.validation_file)
+    switch_status(session, job.id, again, told, Job.status == Status.FAILED, **changes)
     queue.send_after_commit(session, "place")
 
 

@@ -4,9 +4,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
 from app.config import get_settings
@@ -130,13 +132,17 @@ def _check_file(session: Session, project_id: str, file_id: str, param: str, *, 
         file = files.hold_file(session, project_id, file_id)
     except NotFound as error:
         raise InvalidRequest(f"No such file: {file_id}. Upload it first.", code="invalid_training_file", param=param) from error
+    if (reason := why_unusable(file, skips_bad_rows=skips_bad_rows)) is not None:
+        raise InvalidRequest(reason, code="invalid_training_file", param=param)
+
+
+def why_unusable(file: Row[Any], *, skips_bad_rows: bool) -> str | None:
+    """Why no job can learn from an upload, as far as it has been read."""
     if file.purpose != "fine-tune":
-        reason = f"has purpose '{file.purpose}': upload it with purpose 'fine-tune'"
-    elif file.status == "error" and not skips_bad_rows:
-        reason = f"is not valid: {file.status_details} Or set spec.data.on_bad_rows to `skip`"
-    else:
-        return
-    raise InvalidRequest(f"File {file_id} {reason}.", code="invalid_training_file", param=param)
+        return f"File {file.id} has purpose '{file.purpose}': upload it with purpose 'fine-tune'."
+    if file.status == "error" and not skips_bad_rows:
+        return f"File {file.id} is not valid: {file.status_details} Or set spec.data.on_bad_rows to `skip`."
+    return None
 
 
 def _below(path: Path, roots: list[Path]) -> Path | None:

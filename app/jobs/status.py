@@ -14,6 +14,7 @@ from app.jobs.events import NewEvent
 class Status(StrEnum):
     """OpenAI's states of a fine-tuning job."""
 
+    VALIDATING = "validating_files"
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
@@ -22,6 +23,8 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+WAITING = frozenset({Status.VALIDATING, Status.QUEUED, Status.PAUSED})
+"""No supervisor has the job: its user's wishes come true at once."""
 TERMINAL = frozenset({Status.SUCCEEDED, Status.FAILED, Status.CANCELLED})
 
 

@@ -19,12 +19,13 @@ EXPECTED = {case["file"]: case for case in json.loads((CASES / "expected.json").
 
 
 class TestCreateFile:
-    def test_training_data_is_stored_and_validated_at_once(self, client: OpenAI) -> None:
+    def test_training_data_is_stored_and_waits_to_be_read(self, client: OpenAI) -> None:
         file = client.files.create(file=("train.jsonl", DATA), purpose="fine-tune")
         assert (file.object, file.filename, file.bytes, file.purpose) == ("file", "train.jsonl", len(DATA), "fine-tune")
-        assert (file.status, file.status_details, file.expires_at) == ("processed", None, None)
+        assert (file.status, file.status_details, file.expires_at) == ("uploaded", None, None)
         assert isinstance(file.created_at, int)
-        assert client.files.wait_for_processing(file.id).id == file.id
+        factories.read_uploads()
+        assert client.files.wait_for_processing(file.id).status == "processed"
 
     def test_bare_bytes_are_accepted(self, client: OpenAI) -> None:
         assert client.files.create(file=DATA, purpose="fine-tune").filename == "upload"
@@ -39,6 +40,8 @@ class TestCreateFile:
     )
     def test_the_status_says_whether_data_can_be_trained_on(self, client: OpenAI, name: str) -> None:
         file = client.files.create(file=CASES / name, purpose="fine-tune")
+        factories.read_uploads()
+        file = client.files.retrieve(file.id)
         refused = EXPECTED[name]["outcome"] == "refuse"
         assert file.status == ("error" if refused else "processed")
         for line in EXPECTED[name].get("lines", []):
@@ -46,11 +49,15 @@ class TestCreateFile:
 
     def test_the_report_names_every_error_and_what_surprises(self, client: OpenAI, http: httpx2.Client) -> None:
         bad = client.files.create(file=("a.jsonl", DATA + b'{"text": 5}\n' + b"{\n"), purpose="fine-tune")
+        answer = http.get(f"/v1/files/{bad.id}/validation")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "validation_not_finished")
+        factories.read_uploads()
         report = http.get(f"/v1/files/{bad.id}/validation").raise_for_status().json()
         assert (report["rows_read"], report["rows_used"], report["num_errors"]) == (3, 1, 2)
         assert [(error["line"], error["byte_offset"]) for error in report["errors"]] == [(2, len(DATA)), (3, len(DATA) + 12)]
         assert all(error["fix"] for error in report["errors"])
         flip = client.files.create(file=CASES / "A05a_metadata_type_flip.jsonl", purpose="fine-tune")
+        factories.read_uploads()
         report = http.get(f"/v1/files/{flip.id}/validation").raise_for_status().json()
         warned = [(warning["code"], warning["path"]) for warning in report["warnings"]]
         assert ("mixed_type_column", "metadata.title") in warned

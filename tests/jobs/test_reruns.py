@@ -22,6 +22,7 @@ ROW = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "co
 def ended(client: OpenAI) -> str:
     """A failed job on an uploaded file."""
     file = client.files.create(file=("train.jsonl", json.dumps(ROW).encode()), purpose="fine-tune")
+    factories.read_uploads()
     fields: dict[str, Any] = {"suffix": "mine", "metadata": {"team": "x"}, "seed": 7}
     spec = {"training": {"learning_rate": 0.001}, "data": {"template_date": "2026-01-02"}}
     job = client.fine_tuning.jobs.create(model="openai/gpt-oss-20b", training_file=file.id, extra_body={"spec": spec}, **fields)

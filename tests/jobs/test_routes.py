@@ -19,7 +19,9 @@ HOSTILE_PATHS = json.loads((CASES / "C13a_hostile_names.json").read_text())["art
 
 @pytest.fixture
 def training_file(client: OpenAI) -> str:
-    return client.files.create(file=("train.jsonl", json.dumps(ROW).encode()), purpose="fine-tune").id
+    file = client.files.create(file=("train.jsonl", json.dumps(ROW).encode()), purpose="fine-tune")
+    factories.read_uploads()
+    return file.id
 
 
 class TestCreateJob:
@@ -55,6 +57,7 @@ class TestCreateJob:
 
     def test_a_file_with_bad_rows_is_refused_unless_the_job_skips_them(self, client: OpenAI) -> None:
         file = client.files.create(file=CASES / "A09a_no_answer.jsonl", purpose="fine-tune")
+        factories.read_uploads()
         with pytest.raises(openai.BadRequestError, match="line 2") as caught:
             client.fine_tuning.jobs.create(model=MODEL, training_file=file.id)
         assert (caught.value.code, caught.value.param) == ("invalid_training_file", "training_file")
