@@ -10,7 +10,7 @@ Where the other pains and cases have their tests:
     queued without a reason (6)                          nodes/test_placement.py
     processes and GPU memory that stay (7)               worker/test_node.py, test_lifecycle.py, nodes/test_placement.py
     a hang after success (8)                             worker/test_supervisor.py
-    one rank dies and the others wait (9)                test_lifecycle.py
+    one rank dies and the others wait (9)                test_lifecycle.py, test_stalls.py
     a request that can never be met (C07)                jobs/test_service.py
     a request sent twice (C07)                           jobs/test_replays.py
     two jobs on one port (24)                            test_outages.py, whose jobs share a host

@@ -265,6 +265,8 @@ def test_a_killed_rank_starts_another_attempt(
     assert job.status == "succeeded", job.error
     assert (job.model_extra or {})["attempt"] == 2
     assert _losses(service, job.id) == _losses(service, survivor.id)
+    told = [event.message for event in service.client.fine_tuning.jobs.list_events(job.id, limit=100)]
+    assert "The training process of local rank 0 was killed by SIGKILL: the job is queued again" in told
 
 
 def test_a_paused_job_frees_its_slot_and_goes_on_exactly(

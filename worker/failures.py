@@ -9,7 +9,20 @@ from typing import Literal
 from worker.workspace import Failure, Workspace, read_json
 
 # broken: another node's part has failed. silent: another node has not been heard of for most of the lease.
-Reason = Literal["cancel", "pause", "time_limit", "shutdown", "unreachable", "outage", "crashed", "broken", "silent", "lost"]
+Reason = Literal[
+    "cancel",
+    "pause",
+    "time_limit",
+    "shutdown",
+    "unreachable",
+    "outage",
+    "crashed",
+    "stalled",
+    "timeout",
+    "broken",
+    "silent",
+    "lost",
+]
 
 
 class Stopped(Exception):
@@ -28,9 +41,14 @@ COLLATERAL = re.compile(
 )
 
 
-# What torch elastic says of a rank that a signal ended; its own, to those that are left, is SIGTERM.
-KILLED = re.compile(r"Signal \d+ \((?!SIGTERM)\w+\) received by PID")
+# What torch elastic says at its end of a rank that a signal ended; its own to those that are left is SIGTERM, and after that
+# SIGKILL, which it says before.
+ENDED_BY = re.compile(r"local_rank: (\d+)\)\s+exitcode\s*: -\d+ \(pid: (\d+)\)\s+\((?!SIGTERM)(SIG\w+)\)")
+ENDED_BY_ELASTIC = re.compile(r"Unable to shutdown process (\d+)")
+# What gloo and NCCL say of a collective that not every rank came to in time; NCCL then ends the process itself.
+TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout", re.IGNORECASE)
 LOG_TAIL_BYTES = 1 << 16
+OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
 
 
 class JobFailed(Exception):
@@ -44,18 +62,44 @@ class JobFailed(Exception):
 
 
 def failure_of(workspace: Workspace) -> Exception:
-    """The cause the trainer named, else the first failing rank's exception, else Stopped: a process was killed ("crashed"), or
-    there were only ranks that another had left behind ("broken")."""
+    """The cause the trainer named, else the first failing rank's exception, else Stopped: a process was killed ("crashed"), one
+    waited too long for another ("timeout"), or there were only ranks that another had left behind ("broken")."""
     if workspace.failure.exists():
         failure = Failure(**read_json(workspace.failure))
         return JobFailed(failure.code, failure.message, failure.param)
     cause = _first_rank_error(workspace)
-    if cause is None:  # the rank that failed first could say nothing
-        return Stopped("crashed")
-    if COLLATERAL.search(cause):
-        is_here = KILLED.search(_end_of(workspace.trainer_log))
-        return Stopped("crashed") if is_here else Stopped("broken", "A training process was lost")
-    return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
+    if cause is not None and not COLLATERAL.search(cause):
+        return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
+    log = _end_of(workspace.trainer_log)
+    if timed_out := TIMED_OUT.search(log if cause is None else cause):
+        return Stopped("timeout", f"A rank waited in vain for the others: {timed_out[0]}")
+    killed = _who_was_killed(log)
+    if killed or cause is None:  # the rank that failed first could say nothing
+        return Stopped("crashed", killed)
+    return Stopped("broken", "A training process was lost")
+
+
+def _who_was_killed(log: str) -> str:
+    """The first rank that torch elastic saw end by a signal not its own, in words; empty where it saw none."""
+    others, _, first = log[log.rfind("Failures:") + 1 :].partition("Root Cause")
+    by_elastic = ENDED_BY_ELASTIC.findall(log)
+    for rank, pid, name in ENDED_BY.findall(first + others):
+        if pid not in by_elastic:
+            return f"The training process of local rank {rank} was killed by {name}"
+    return ""
+
+
+def oom_kills() -> int:
+    """How many processes the kernel of this host, or the memory limit of this container, has killed since it started."""
+    return sum(_count(path) for path in OOM_COUNTERS)
+
+
+def _count(path: str) -> int:
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def age_s(workspace: Workspace) -> float:

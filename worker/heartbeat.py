@@ -162,7 +162,7 @@ def _grace_s(reason: Reason) -> float:
     """How long the trainer may take to save and stop, whatever is left of the lease."""
     settings = get_settings()
     match reason:
-        case "lost":
+        case "lost" | "stalled":
             return 0.0
         case "broken":
             return min(settings.stop_grace_s, BROKEN_GANG_GRACE_S)

@@ -4,7 +4,9 @@ Ranks get sessions of their own from torch elastic, so a process group is not en
 part in an attempt carries MARK in its environment, and what carries it is what gets killed.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +65,15 @@ def kill_attempt(run: Run, wait_s: float = 10.0) -> bool:
             return False
         psutil.wait_procs(found, timeout=0.2)
     return True
+
+
+def dump_stacks(run: Run) -> None:
+    """Have every rank that still can write into the log where it is."""
+    for process in processes_of(run):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            command = process.cmdline()
+            if "worker.trainer.train" in command and "torch.distributed.run" not in command:
+                process.send_signal(signal.SIGUSR1)
 
 
 def processes_of(run: Run) -> Iterator[psutil.Process]:

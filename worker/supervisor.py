@@ -31,8 +31,9 @@ from app.nodes import placement as placements
 from app.nodes.tables import Placement
 from app.secrets.service import reveal
 from worker import gang, gpus, launch, meeting, prepare, publish, tracking
-from worker.failures import JobFailed, Reason, Stopped, failure_of, last_line
+from worker.failures import JobFailed, Reason, Stopped, failure_of, last_line, oom_kills
 from worker.heartbeat import Heartbeat
+from worker.progress import Progress
 from worker.redaction import Redactor
 from worker.reporter import Reporter
 from worker.workspace import HubPush, Result, Run, Workspace, read_json, write_json
@@ -40,6 +41,12 @@ from worker.workspace import HubPush, Result, Run, Workspace, read_json, write_j
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+# What ranks need to write their stacks, and torch elastic to copy them into the log.
+STACKS_S = 2.0
+HOST_OUT_OF_MEMORY = (
+    "The node's memory was used up, and the kernel killed a training process. Lower parallelism.nproc_per_node (each rank "
+    "holds what it trains), then training.per_device_train_batch_size, or use a node with more memory."
+)
 TEARDOWN_S = 60.0
 # What passes: the database, the file system, an object store (s3fs and gcsfs raise OSErrors).
 OUTAGES = (*db.AWAY, OSError)
@@ -112,7 +119,7 @@ def _work(run: Run, placement: Placement, workspace: Workspace, heartbeat: Heart
         place = meeting.host(run) if spec.parallelism.nnodes > 1 else meeting.alone()
         process = launch.start_trainer(workspace, run, spec, place, placement.gpu_uuids, secrets)
         _tolerating_outage(partial(tracking.start_all, run, job))
-        _follow(process, run, workspace, heartbeat, reporter.poll)
+        _follow(process, run, workspace, heartbeat, reporter.poll, spec.resources.step_timeout_s)
         result = _result_of(workspace)
         heartbeat.stand_alone()
         _tell(run, "Training has finished: storing and verifying the result")
@@ -129,7 +136,7 @@ def _train_along(run: Run, placement: Placement, workspace: Workspace, heartbeat
     heartbeat.raise_if_stopped()
     with _redacted(Redactor(secrets.values()), run, workspace):
         process = launch.start_trainer(workspace, run, spec, place, placement.gpu_uuids, secrets)
-        _follow(process, run, workspace, heartbeat, lambda: None)
+        _follow(process, run, workspace, heartbeat, lambda: None, spec.resources.step_timeout_s)
         if process.returncode:
             raise failure_of(workspace)
 
@@ -157,17 +164,36 @@ def _log_uploaded(reporter: Reporter) -> Iterator[None]:
 
 
 def _follow(
-    process: subprocess.Popen[bytes], run: Run, workspace: Workspace, heartbeat: Heartbeat, poll: Callable[[], None]
+    process: subprocess.Popen[bytes],
+    run: Run,
+    workspace: Workspace,
+    heartbeat: Heartbeat,
+    poll: Callable[[], None],
+    step_timeout_s: float,
 ) -> None:
-    """Report lines until the trainer has ended; Stopped where it was asked to end."""
+    """Report lines until the trainer has ended; Stopped where it was asked to end, or no longer moved on."""
+    progress, num_oom_kills = Progress(workspace, step_timeout_s), oom_kills()
     while not _is_done(process, workspace):
         time.sleep(POLL_S)
         _tolerating_outage(poll)
+        if progress.has_stalled() and heartbeat.reason is None:
+            launch.dump_stacks(run)
+            time.sleep(STACKS_S)
+            heartbeat.request_stop("stalled")
     launch.kill_attempt(run)
     _report_rest(poll, heartbeat)
+    if heartbeat.reason == "stalled":
+        raise Stopped("stalled", f"Training stalled: nothing moved for {step_timeout_s:g} s (resources.step_timeout_s)")
+    if heartbeat.reason is None and oom_kills() > num_oom_kills and _was_killed(process, workspace):
+        raise JobFailed("host_out_of_memory", HOST_OUT_OF_MEMORY, "parallelism.nproc_per_node")
     if heartbeat.reason == "broken" and isinstance(failure := failure_of(workspace), JobFailed):
         raise failure  # of this node's own: it may be what broke the others
     heartbeat.raise_if_stopped()
+
+
+def _was_killed(process: subprocess.Popen[bytes], workspace: Workspace) -> bool:
+    ending = failure_of(workspace) if process.returncode else None
+    return isinstance(ending, Stopped) and ending.why.endswith("SIGKILL")
 
 
 def _is_done(process: subprocess.Popen[bytes], workspace: Workspace) -> bool:
@@ -320,14 +346,18 @@ def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
             return _losing(run, why)
         case "crashed":
             return _losing(run, why or "A training process was killed")
+        case "stalled":
+            return _losing(run, why, code="step_stalled")
+        case "timeout":
+            return _losing(run, why, code="collective_timeout")
         case "broken" | "silent":
             return _losing(run, why or "A node of the job was lost")
         case "lost":
             return lambda session: False
 
 
-def _losing(run: Run, why: str, *, counts: bool = True) -> End:
-    return lambda session: attempts.lose(session, run.job_id, run.attempt, why, counts=counts)
+def _losing(run: Run, why: str, *, counts: bool = True, code: str = "worker_lost") -> End:
+    return lambda session: attempts.lose(session, run.job_id, run.attempt, why, counts=counts, code=code)
 
 
 def _failing(run: Run, error: JobFailed) -> End:

@@ -280,14 +280,15 @@ def pause(session: Session, job_id: str, attempt: int) -> bool:
     """Give the job's slots back, as its user asked; it goes on from its last checkpoint when they say so."""
     told = NewEvent("Fine-tuning job paused")
     # A pause is no failed try.
-    changes = {"pause_requested_at": None, "num_starts": Job.num_starts - 1}
+    changes: dict[str, Any] = {"pause_requested_at": None, "num_starts": Job.num_starts - 1}
     return _leave(session, job_id, attempt, Status.PAUSED, End.PAUSED, told, **changes)
 
 
-def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True) -> bool:
+def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool = True, code: str = "worker_lost") -> bool:
     """An attempt is gone without an end: another one follows from the last checkpoint, at most `max_attempts` in all.
 
-    `counts` is False where the service itself stopped the attempt, such as at a shutdown of its node.
+    `code` is the failure's when there are no more tries. `counts` is False where the service itself stopped the attempt, such
+    as at a shutdown of its node.
     """
     job = session.scalar(select(Job).where(*_held(job_id, attempt)).with_for_update())
     if job is None:
@@ -300,10 +301,10 @@ def lose(session: Session, job_id: str, attempt: int, why: str, *, counts: bool 
         why = f"The job made room for {job.preempted_by}"
     limit = get_settings().max_attempts
     if counts and job.num_starts >= limit:
-        return fail(session, job_id, attempt, "worker_lost", f"{why}; it was tried {job.num_starts} times.")
+        return fail(session, job_id, attempt, code, f"{why}; it was tried {job.num_starts} times.")
     told = NewEvent(f"{why}: the job is queued again", level="warn", data={"attempt": attempt})
     starts, how = (Job.num_starts, End.LOST) if counts else (Job.num_starts - 1, End.STOPPED)
-    return _leave(session, job_id, attempt, Status.QUEUED, how, told, num_starts=starts)
+    return _leave(session, job_id, attempt, Status.QUEUED, how, told, code=code if counts else None, num_starts=starts)
 
 
 def quarantine(session: Session, job_id: str, attempt: int, node_id: str, gpu_uuids: Sequence[str]) -> None:
@@ -335,12 +336,14 @@ def _end(session: Session, job_id: str, attempt: int, to: Status, told: NewEvent
     return _leave(session, job_id, attempt, to, End(to), told, finished_at=now(), **values)
 
 
-def _leave(session: Session, job_id: str, attempt: int, to: Status, how: End, told: NewEvent, **values: Any) -> bool:
+def _leave(
+    session: Session, job_id: str, attempt: int, to: Status, how: End, told: NewEvent, code: str | None = None, **values: Any
+) -> bool:
     """The attempt is over: the job moves on and the slots are free, in one transaction."""
     values |= {"lease_expires_at": None, "estimated_finish": None, "preempted_by": None}
     left = switch_status(session, job_id, to, told, *_held(job_id, attempt), **values)
     if left:
-        error = values.get("error") or {"code": "worker_lost" if how == End.LOST else None, "message": told.message}
+        error = values.get("error") or {"code": code, "message": told.message}
         history.end(session, job_id, attempt, how, error["message"], error["code"])
         nodes.release(session, job_id, attempt)
     return left

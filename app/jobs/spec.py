@@ -319,6 +319,21 @@ class ResourcesSection(Section):
     time_limit_s: int = Field(
         default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."
     )
+    step_timeout_s: int = Field(
+        default=3600,
+        ge=5,
+        le=24 * 3600,
+        description="Seconds without a step, an evaluated batch or a saved checkpoint after which the run counts as "
+        "stalled: its stacks go into the log, and it goes on from its last checkpoint. Reading data, loading "
+        "and exporting do not count.",
+    )
+    collective_timeout_s: int = Field(
+        default=1800,
+        ge=5,
+        le=24 * 3600,
+        description="Seconds that a rank waits for the others in a collective operation. Longer than the slowest of them "
+        "ever needs, such as to write a checkpoint.",
+    )
     priority: int = Field(default=0, ge=-100, le=100, description="Higher is placed first.")
     gpu_memory_gb: float | None = Field(
         default=None, gt=0, le=10_000, description="Least memory of each GPU, in GB (10^9 bytes)."

@@ -210,7 +210,8 @@ class TestProcesses:
 class TestSlowPreparation:
     def test_does_not_meet_the_collective_timeout(self, make_workspace: MakeWorkspace, llama: Path) -> None:
         """Rank 0 tokenises for longer than any collective may take; the others look at the disk meanwhile."""
-        workspace = make_workspace("w", llama, ranks=2, training={"max_steps": 1})
+        resources = {"accelerator": "cpu", "collective_timeout_s": 5}
+        workspace = make_workspace("w", llama, ranks=2, training={"max_steps": 1}, resources=resources)
         run_changed(workspace, SLOW_TOKENISING)
         assert read_json(workspace.result)["outcome"] == "finished"
 
@@ -218,21 +219,15 @@ class TestSlowPreparation:
 SLOW_TOKENISING = """
 import time
 import worker.trainer.data as data
-import worker.trainer.methods as methods
 from worker.trainer.train import main
 
-tokenize_file, sft_config = data.tokenize_file, methods.sft_config
+tokenize_file = data.tokenize_file
 
 def slow(*args):
-    time.sleep(8)
+    time.sleep(10)
     return tokenize_file(*args)
 
-def impatient(*args, **kwargs):
-    original = methods.SFTConfig
-    methods.SFTConfig = lambda **options: original(**options, ddp_timeout=4)
-    return sft_config(*args, **kwargs)
-
-data.tokenize_file, methods.sft_config = slow, impatient
+data.tokenize_file = slow
 main()
 """
 

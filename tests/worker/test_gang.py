@@ -42,6 +42,16 @@ def test_a_killed_process_is_told_with_its_node() -> None:
     assert (result.reason, result.why) == ("crashed", "A training process was killed on node node-1")
 
 
+def test_a_rank_that_waited_in_vain_is_told_with_its_node_and_after_one_that_was_killed() -> None:
+    late = {"reason": "timeout", "why": "A rank waited in vain for the others"}
+    result = ending(member(0, LEFT_BEHIND, 10.0), member(1, late, 11.0))
+    assert isinstance(result, Stopped)
+    assert (result.reason, result.why) == ("timeout", "On node node-1: A rank waited in vain for the others")
+    result = ending(member(0, late, 10.0), member(1, KILLED, 11.0))
+    assert isinstance(result, Stopped)
+    assert result.reason == "crashed"
+
+
 def test_a_node_that_says_nothing_is_the_one_that_was_lost() -> None:
     result = ending(member(0, KILLED, 10.0), member(1, None, None))
     assert isinstance(result, Stopped)

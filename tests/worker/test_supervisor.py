@@ -18,8 +18,9 @@ from app.nodes import service as nodes
 from app.nodes.service import NodeReport
 from app.nodes.tables import Node, Placement
 from tests import factories
+from tests.worker.test_failures import RANK_1_KILLED
 from worker import gang, launch, prepare, supervisor
-from worker.failures import Stopped
+from worker.failures import JobFailed, Stopped
 from worker.heartbeat import Heartbeat
 from worker.reporter import Reporter
 from worker.workspace import Result, Run, Workspace, write_json
@@ -94,6 +95,19 @@ def test_an_outage_of_the_database_is_no_failed_try(run: Run) -> None:
         assert (job.status, job.num_starts) == ("queued", 0)
 
 
+def test_a_rank_that_the_kernel_killed_for_its_memory_is_told_as_that(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's own count and a rank ended by SIGKILL: together they leave no other cause."""
+    workspace = Workspace(tmp_path)
+    workspace.trainer_log.write_text(RANK_1_KILLED)
+    counts = iter([3, 4])
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(counts))
+    with subprocess.Popen(["false"]) as trainer, pytest.raises(JobFailed) as failed:
+        supervisor._follow(trainer, run, workspace, Heartbeat(run, workspace), lambda: None, 3600)
+    assert (failed.value.code, failed.value.param) == ("host_out_of_memory", "parallelism.nproc_per_node")
+
+
 def test_a_trainer_that_hangs_after_its_result_is_not_waited_for(run: Run, tmp_path: Path) -> None:
     """Its result decides, not its exit."""
     workspace = Workspace(tmp_path)
@@ -102,5 +116,5 @@ def test_a_trainer_that_hangs_after_its_result_is_not_waited_for(run: Run, tmp_p
     os.utime(workspace.result, (handed_over, handed_over))
     environment = {launch.MARK: run.mark}
     with subprocess.Popen(["sleep", "600"], env=environment | {"PATH": os.environ["PATH"]}) as trainer:
-        supervisor._follow(trainer, run, workspace, Heartbeat(run, workspace), lambda: None)
+        supervisor._follow(trainer, run, workspace, Heartbeat(run, workspace), lambda: None, 3600)
         assert trainer.poll() is not None

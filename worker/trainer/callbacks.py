@@ -106,6 +106,27 @@ class Reporter(TrainerCallback):
         return rate
 
 
+class Progress(TrainerCallback):
+    """Shows the node's supervisor that training moves on: it can tell a slow run from a stalled one by nothing else."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.path = workspace.progress
+        self._is_writer = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._count = 0
+
+    def _moved(self, *_: Any, **__: Any) -> None:
+        if self._is_writer:
+            self._count += 1
+            self.path.write_text(str(self._count))
+
+    on_train_begin = on_step_begin = on_substep_end = on_step_end = _moved
+    on_prediction_step = on_evaluate = on_save = on_log = _moved
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._is_writer:
+            self.path.unlink(missing_ok=True)
+
+
 class Sharding(TrainerCallback):
     """Says what FSDP2 has sharded, read from the model itself once it is wrapped."""
 

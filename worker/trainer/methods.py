@@ -1,9 +1,12 @@
 """The job's spec in TRL's words: the only place that knows both."""
 
 import math
+import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from peft import PeftModel
 from torch import nn
@@ -37,11 +40,18 @@ def build_trainer(
         raise TrainerError("gpu_not_available", "The job asks for GPUs and this node shows none.", "resources.accelerator")
     if spec.resources.accelerator == "cpu" and spec.parallelism.strategy == "fsdp2":
         allow_fsdp_on_cpu()
+    limit_waiting(spec)
     build = {"dpo": _dpo_trainer, "kto": _kto_trainer, "orpo": _orpo_trainer}.get(spec.method, _supervised_trainer)
     trainer = build(spec, workspace, model, tokenizer, data)
     share_frozen_weights(trainer, model)
     check_parallelism(spec, trainer.accelerator.distributed_type, trainer.accelerator.num_processes)
     return trainer
+
+
+def limit_waiting(spec: TrainingSpec) -> None:
+    """Ranks on CPU meet here already: transformers gives its `ddp_timeout` to the process groups of GPUs only."""
+    if spec.resources.accelerator == "cpu" and spec.world_size > 1 and not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=spec.resources.collective_timeout_s))
 
 
 def share_frozen_weights(trainer: Trainer, model: nn.Module) -> None:
@@ -201,6 +211,7 @@ def shared_arguments(spec: TrainingSpec, workspace: Workspace, data: Data) -> di
         "report_to": "none",
         "disable_tqdm": True,
         # parallelism
+        "ddp_timeout": spec.resources.collective_timeout_s,
         # With it DDP keeps the order in which it adds gradients up. Without, it changes that after its first step, also after
         # the first step of a resumed run: of more than two ranks the sums then differ in their last digit.
         "ddp_find_unused_parameters": on_cpu and spec.world_size > 2,

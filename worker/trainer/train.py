@@ -7,6 +7,7 @@ If DIR/checkpoints holds a complete checkpoint, the run goes on from the newest 
 """
 
 import ctypes
+import faulthandler
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from app.jobs.spec import TrainingSpec
 from worker.trainer.callbacks import (
     Checkpoint,
     Checkpoints,
+    Progress,
     Reporter,
     Sharding,
     Stopper,
@@ -63,6 +65,7 @@ def train(workspace: Workspace) -> Trainer:
     trainer.add_callback(reporter)
     trackers = add_trackers(trainer, workspace, spec)  # after the reporter, whose figures they pass on
     trainer.add_callback(stopper)
+    trainer.add_callback(Progress(workspace))
     trainer.add_callback(Sharding(workspace))
     trainer.add_callback(Evaluator(workspace, spec))
     trainer.add_callback(Checkpoints(workspace, spec, trainer, reporter, data.fingerprint))
@@ -165,6 +168,7 @@ def main() -> None:
     """Run, and leave at once: gloo may abort or hang when the interpreter takes a finished trainer apart."""
     workspace = Workspace(Path(sys.argv[1]).resolve())
     die_with_parent()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks where a stalled rank is
     code = 0
     try:
         trainer = train(workspace)  # noqa: F841  (held until the process is gone)
