@@ -97,17 +97,38 @@ def test_a_run_stops_when_its_evaluations_get_no_better(make_workspace: MakeWork
     assert any("stopped early at step 3" in line["message"] for line in lines(workspace.log))
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_run_that_is_paused_at_the_step_at_which_it_stops_early_trains_no_more_when_it_goes_on(
+    make_workspace: MakeWorkspace, llama: Path, run_here: RunHere
+) -> None:
+    evaluation = {"eval_steps": 1, "early_stopping": {"patience": 1, "min_delta": 1000.0}}
+    whole, paused = (make_workspace(name, llama, evaluation=evaluation) for name in ("whole", "paused"))
+    run_here(with_validation(whole))
+    assert (read_json(whole.result)["outcome"], read_json(whole.result)["step"]) == ("finished", 2)
+
+    paused.stop.write_text('{"reason": "pause"}')
+    run_here(with_validation(paused))
+    run_here(paused)  # for one more step, as it is asked to pause again
+    assert (read_json(paused.result)["outcome"], read_json(paused.result)["step"]) == ("stopped", 2)
+    paused.stop.unlink()
+    run_here(paused)
+    assert (read_json(paused.result)["outcome"], read_json(paused.result)["step"]) == ("finished", 2)
+    assert all(torch.equal(tensor, exported(paused)[name]) for name, tensor in exported(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "eval_steps", "save_steps"),
+    [("lora", 1, 2), ("full", 1, 2), pytest.param("lora", 2, 1, id="evaluated less often than saved")],
+)
 def test_the_best_checkpoint_is_kept_and_exported(
-    make_workspace: MakeWorkspace, llama: Path, run_here: RunHere, kind: str
+    make_workspace: MakeWorkspace, llama: Path, run_here: RunHere, kind: str, eval_steps: int, save_steps: int
 ) -> None:
     workspace = make_workspace(
         "w",
         llama,
         adapter={"type": kind},
         training={"max_steps": 6, "learning_rate": 0.02},
-        evaluation={"eval_steps": 1, "keep_best": True},
-        checkpoints={"save_steps": 2, "keep": 1},
+        evaluation={"eval_steps": eval_steps, "keep_best": True},
+        checkpoints={"save_steps": save_steps, "keep": 1},
     )
     run_here(with_validation(workspace, OPPOSITE))
     found = eval_losses(workspace)

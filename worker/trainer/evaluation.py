@@ -30,17 +30,27 @@ class Evaluator(TrainerCallback):
         self.workspace = workspace
         self.spec = spec.evaluation
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = self._has_stopped_early(state)  # and was asked to stop, or killed, at that very step
+
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         found = evaluations(state)
         if self.spec.keep_best and best(found) == found[-1]:
             control.should_save = True
         rule = self.spec.early_stopping
-        if rule is None or num_without_best(found, rule) < rule.patience or state.global_step >= state.max_steps:
+        if rule is None or not self._has_stopped_early(state):
             return
         control.should_training_stop = True
         if state.is_world_process_zero:
             text = f"stopped early at step {state.global_step}: no better eval_loss in {rule.patience} evaluation(s)"
             append_line(self.workspace.log, LogLine(text, data={"step": state.global_step, "patience": rule.patience}))
+
+    def _has_stopped_early(self, state: TrainerState) -> bool:
+        """Whether the last evaluation ended the run before its last step."""
+        rule, found = self.spec.early_stopping, evaluations(state)
+        if rule is None or not found or found[-1].step != state.global_step or state.global_step >= state.max_steps:
+            return False
+        return num_without_best(found, rule) >= rule.patience
 
 
 def evaluations(state: TrainerState) -> list[Evaluation]:

@@ -30,6 +30,11 @@ class Trainer(transformers.Trainer):
         if device.type != "cpu":
             super()._move_model_to_device(model, device)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers asks only after a step whether to stop: a run that had stopped early would make one more."""
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
         """The batches of one step, counted before they are trained on."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
