@@ -8,6 +8,7 @@
         data/validation.jsonl   the same, where the job has a validation file  written by the supervisor
         initial/             another job's weights, where `training.from` names some   written by the supervisor
         stop                 a StopRequest; the trainer saves and stops at the end of its step
+        reserve              room on the disk to say in that it is full          written by each node's first rank
         progress             written anew at whatever moves a training on; not there outside of one
         metrics.jsonl        MetricsLine per logged step                       written by rank 0
         checkpoints.jsonl    CheckpointLine per complete checkpoint            written by rank 0
@@ -71,6 +72,10 @@ class Workspace:
     @property
     def stop(self) -> Path:
         return self.root / "stop"
+
+    @property
+    def reserve(self) -> Path:
+        return self.root / "reserve"
 
     @property
     def progress(self) -> Path:

@@ -68,6 +68,7 @@ class TestRecipes:
         workspace = make_workspace("w", gpt_oss_mxfp4, ranks=2, model={"dtype": "bfloat16"}, evaluation=evaluation)
         finished(workspace)
         assert strategy(workspace) == "MULTI_CPU"
+        assert "bfloat16 (dequantized)" in [line["data"].get("compute_precision") for line in lines(workspace.log)]
         curve = list(losses(workspace).values())
         assert curve[-1] < 0.8 * curve[0]
         verification = verify(workspace)

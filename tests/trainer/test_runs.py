@@ -115,25 +115,36 @@ class TestLearning:
 
 
 class TestNotANumber:
-    @pytest.fixture
-    def broken_at_step_3(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("figure", "spoil"),
+        [
+            pytest.param("loss", lambda loss: loss * float("nan"), id="nan"),
+            pytest.param("loss", lambda loss: loss / 0, id="infinite"),
+            # Its value is the loss, its gradient is none.
+            pytest.param("grad_norm", lambda loss: loss + (loss - loss).sqrt(), id="gradient"),
+        ],
+    )
+    def test_fails_the_job_at_its_step_and_nothing_later_is_saved(
+        self,
+        make_workspace: MakeWorkspace,
+        llama: Path,
+        run_here: RunHere,
+        monkeypatch: pytest.MonkeyPatch,
+        figure: str,
+        spoil: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         original: Any = Trainer.compute_loss
 
         def compute_loss(self: Trainer, *args: Any, **kwargs: Any) -> Any:
             loss = original(self, *args, **kwargs)
-            return loss * float("nan") if self.state.global_step == 2 else loss
+            return spoil(loss) if self.state.global_step == 2 else loss
 
         monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
-
-    @pytest.mark.usefixtures("broken_at_step_3")
-    def test_a_loss_that_is_none_fails_the_job_at_its_step_and_nothing_later_is_saved(
-        self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere
-    ) -> None:
         workspace = make_workspace("w", llama, checkpoints={"save_steps": 1, "keep": 10})
-        with pytest.raises(TrainerError, match=r"loss_not_finite.*step 3"):
+        with pytest.raises(TrainerError, match=rf"loss_not_finite: {figure} .*step 3"):
             run_here(workspace)
         assert lines(workspace.metrics)[-1]["step"] == 3
-        assert lines(workspace.metrics)[-1]["values"]["loss"] is None
+        assert lines(workspace.metrics)[-1]["values"][figure] is None
         assert [line["step"] for line in lines(workspace.checkpoint_lines)] == [1, 2]
         assert not workspace.export.exists()
         assert not workspace.result.exists()
@@ -317,6 +328,7 @@ class TestWhatRunsIsWhatWasAsked:
         assert told["rows_used"] == 16
         assert told["adapted"] == {"attention": 8}
         assert told["packing"] is True
+        assert told["compute_precision"] == "float32"
 
 
 class TestFailures:

@@ -111,7 +111,7 @@ class Progress(TrainerCallback):
 
     def __init__(self, workspace: Workspace) -> None:
         self.path = workspace.progress
-        self._is_writer = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._is_writer = is_first_rank_of_node()
         self._count = 0
 
     def _moved(self, *_: Any, **__: Any) -> None:
@@ -317,6 +317,11 @@ def is_over_nodes() -> bool:
 def is_first_rank() -> bool:
     """The rank that writes the workspace's shared files."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def is_first_rank_of_node() -> bool:
+    """The rank that writes what each node's workspace has of its own."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _check_same_run(checkpoint: Checkpoint, spec: TrainingSpec, fingerprint: str) -> None:

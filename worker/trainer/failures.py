@@ -11,6 +11,7 @@ import torch
 from app.jobs.spec import TrainingSpec
 from worker.workspace import Failure, Workspace
 
+RESERVED_BYTES = 1 << 16
 SHORT_ROW = 512  # tokens; below that, shorter rows save little
 
 
@@ -34,11 +35,17 @@ NOW = Situation()
 """This process's; a rank runs one job."""
 
 
+def reserve_room(workspace: Workspace) -> None:
+    """Take what a failure needs on the disk now: on one that is full it could not be told that it is."""
+    workspace.reserve.write_bytes(bytes(RESERVED_BYTES))
+
+
 def record_failure(workspace: Workspace, error: BaseException) -> None:
     """Leave the failure of the first rank that has a name for its cause; later ones only met its consequences."""
     failure = named_cause(error)
     if failure is None:
         return
+    workspace.reserve.unlink(missing_ok=True)
     mine = workspace.root / f".failure-{os.getpid()}.json"
     mine.write_text(json.dumps(asdict(failure), ensure_ascii=False), encoding="utf-8")
     try:

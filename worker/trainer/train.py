@@ -6,6 +6,7 @@ is exactly what the service runs; DIR is laid out as worker/workspace.py says. E
 If DIR/checkpoints holds a complete checkpoint, the run goes on from the newest one; a run that has finished starts over.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -29,14 +30,15 @@ from worker.trainer.callbacks import (
     Stopper,
     check_same_start,
     is_first_rank,
+    is_first_rank_of_node,
     resume_point,
 )
 from worker.trainer.data import Data, load_data
 from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
-from worker.trainer.failures import NOW, record_failure
+from worker.trainer.failures import NOW, record_failure, reserve_room
 from worker.trainer.methods import build_trainer
-from worker.trainer.model import adapted_kinds, initial_weights, load_model, load_tokenizer
+from worker.trainer.model import adapted_kinds, initial_weights, is_mxfp4, load_config, load_model, load_tokenizer
 from worker.trainer.space import require_space
 from worker.trainer.trackers import add_trackers
 from worker.trainer.trainers import Trainer
@@ -51,6 +53,8 @@ def train(workspace: Workspace) -> Trainer:
     spec = TrainingSpec.model_validate(read_json(workspace.spec))
     NOW.spec, NOW.phase = spec, "reading the data"
     silence_progress_bars()
+    if is_first_rank_of_node():
+        reserve_room(workspace)
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
     tokenizer = load_tokenizer(spec)
@@ -128,6 +132,7 @@ def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: 
         f"model {spec.model.name_or_path}",
         attention=model.config._attn_implementation,
         dtype=spec.model.dtype,
+        compute_precision=f"{spec.model.dtype} (dequantized)" if is_mxfp4(load_config(spec.model)) else spec.model.dtype,
         packing=trainer.padding_free,
         adapted=adapted_kinds(model),
         trained_parameters=sum(value.numel() for value in model.parameters() if value.requires_grad),
@@ -169,17 +174,19 @@ def main() -> None:
     workspace = Workspace(Path(sys.argv[1]).resolve())
     die_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks where a stalled rank is
-    code = 0
+    code = 1
     try:
         trainer = train(workspace)  # noqa: F841  (held until the process is gone)
+        code = 0
     except BaseException as error:
+        held = error  # noqa: F841  (its frames hold the trainer)
         record_failure(workspace, error)
         traceback.print_exc()
-        code = 1
-        held = error  # noqa: F841  (its frames hold the trainer)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finally:  # also where a full disk takes no more of the log
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":
