@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
@@ -17,7 +17,8 @@ from starlette.types import Message, Receive
 from app import db
 from app.config import get_settings
 from app.errors import Forbidden, Unauthenticated
-from app.keys import service
+from app.keys import scopes, service
+from app.keys.service import Caller
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 
@@ -26,7 +27,12 @@ MAX_BODY_BYTES = 8 * 1024**2  # of anything but an upload: a spec with its longe
 
 
 class KeyedRoute(APIRoute):
-    """A route for callers with a key. FastAPI reads bodies before dependencies run, so the key is not one of them."""
+    """A route for callers with a key that opens its area: reading needs `AREA:read`, all else `AREA:write`.
+
+    FastAPI reads bodies before dependencies run, so the key is not one of them.
+    """
+
+    area: ClassVar[str] = "jobs"
 
     @property
     def max_body_bytes(self) -> int:
@@ -36,23 +42,24 @@ class KeyedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_with_key(request: Request) -> Response:
-            request.state.project_id = await run_in_threadpool(_authenticate, request.headers)
+            caller = await run_in_threadpool(_authenticate, request)
+            _require_scope(caller, scopes.needed(self.area, request.method))
+            request.state.project_id = caller.project_id
             return await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
 
         return handle_with_key
 
 
+class ModelRoute(KeyedRoute):
+    """A route about models."""
+
+    area = "models"
+
+
 class AdminRoute(KeyedRoute):
-    """A route for the service's operators: 403 for any other key."""
+    """A route for the service's operators."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_as_admin(request: Request) -> Response:
-            await run_in_threadpool(_require_admin, request.headers)
-            return await handle(request)
-
-        return handle_as_admin
+    area = scopes.ADMIN
 
 
 async def _project_id(request: Request, _documented: Annotated[object, Depends(_bearer)]) -> str:
@@ -80,6 +87,18 @@ def _limited(request: Request, limit: int) -> Receive:
     return receive
 
 
+def _authenticate(request: Request) -> Caller:
+    if "api_key" in request.query_params:  # it stands in the logs of every proxy on its way
+        message = "A key in a URL is read by others: revoke it, and send the header `Authorization: Bearer <key>`."
+        raise Unauthenticated(message, code="api_key_in_url")
+    with db.read() as connection:
+        caller = service.authenticate(connection, _key(request.headers))
+    _refuse_foreign(request.headers, caller.project_id)
+    if caller.is_stale:
+        service.note_use(caller.key_id)
+    return caller
+
+
 def _key(headers: Headers) -> str:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
@@ -87,20 +106,9 @@ def _key(headers: Headers) -> str:
     return key.strip()
 
 
-def _require_admin(headers: Headers) -> None:
-    _authenticate(headers)
-    with db.read() as connection:
-        if not service.is_admin(connection, _key(headers)):
-            raise Forbidden("This needs an admin key: the one the service made at its first start is one.", code="admin_only")
-
-
-def _authenticate(headers: Headers) -> str:
-    with db.read() as connection:
-        project_id = service.authenticate(connection, _key(headers))
-    if project_id is None:
-        raise Unauthenticated("This API key is not known here, or was revoked.", code="invalid_api_key")
-    _refuse_foreign(headers, project_id)
-    return project_id
+def _require_scope(caller: Caller, scope: str) -> None:
+    if not scopes.allow(caller.scopes, scope):
+        raise Forbidden(f"This API key lacks the scope `{scope}`: use one that has it.", code="missing_scope")
 
 
 def _refuse_foreign(headers: Headers, project_id: str) -> None:

@@ -12,9 +12,12 @@ from sqlalchemy.exc import OperationalError
 
 from app import up as embedded
 from app.config import get_settings
+from app.keys import commands
 from app.queue import CONTROL, node_queue
 
 cli = typer.Typer(help="Self-hosted fine-tuning behind OpenAI's API.", no_args_is_help=True, add_completion=False)
+cli.add_typer(commands.keys, name="keys")
+cli.add_typer(commands.projects, name="projects")
 
 _CELERY = ["celery", "-A", "worker.tasks", "worker", "--without-gossip", "--without-mingle", "--loglevel", "INFO"]
 

@@ -145,7 +145,7 @@ def _new_project() -> tuple[str, str]:
     """The id of a new project, and a key for it."""
     with db.write() as session:
         project = keys.create_project(session, f"test {uuid4().hex}")
-        return project.id, keys.create_key(session, project.id, "test")
+        return project.id, keys.create_key(session, project.id, "test").plaintext
 
 
 def _database(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:

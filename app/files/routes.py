@@ -18,6 +18,8 @@ MULTIPART_OVERHEAD_BYTES = 64 * 1024  # boundaries and the fields beside the fil
 class UploadRoute(KeyedRoute):
     """A route that takes as many bytes as an operator allows."""
 
+    area = "files"
+
     @property
     def max_body_bytes(self) -> int:
         return get_settings().max_upload_bytes + MULTIPART_OVERHEAD_BYTES

@@ -1,5 +1,7 @@
 """Projects and their API keys."""
 
+from typing import Any
+
 from sqlalchemy import BigInteger, ForeignKey, String
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -26,7 +28,7 @@ class Project(Base):
 
 
 class ApiKey(Base):
-    """A key as we know it: its SHA-256 only."""
+    """A key as we know it: its SHA-256, and its last characters for people to tell keys apart."""
 
     __tablename__ = "api_keys"
 
@@ -34,7 +36,11 @@ class ApiKey(Base):
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
     name: Mapped[str] = mapped_column(String(128))
     key_hash: Mapped[str] = mapped_column(String(64), unique=True)
+    hint: Mapped[str] = mapped_column(String(32))
+    scopes: Mapped[list[Any]]
+    """What it opens, as `scopes.py` names it."""
     created_at: Mapped[float] = mapped_column(default=now())
-    is_admin: Mapped[bool] = mapped_column(default=False)
-    """Whether it also opens what concerns the whole service: its nodes, its projects."""
+    expires_at: Mapped[float | None]
+    last_used_at: Mapped[float | None]
+    """Within a minute."""
     revoked_at: Mapped[float | None]

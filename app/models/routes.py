@@ -2,14 +2,14 @@
 
 from fastapi import APIRouter
 
-from app.auth import KeyedRoute, ProjectId
+from app.auth import ModelRoute, ProjectId
 from app.config import get_settings
 from app.dependencies import Read, Write
 from app.models import service
 from app.models.schemas import ModelOut
 from app.schemas import Deleted, ListOut
 
-router = APIRouter(prefix="/v1/models", tags=["Models"], route_class=KeyedRoute)
+router = APIRouter(prefix="/v1/models", tags=["Models"], route_class=ModelRoute)
 
 
 @router.get("", summary="List models")

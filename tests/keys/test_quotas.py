@@ -15,6 +15,7 @@ from app.jobs import service
 from app.jobs.schemas import JobCreate
 from app.jobs.tables import Wait
 from app.keys import service as keys
+from app.keys.scopes import ALL_SCOPES
 from app.nodes import placement
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
@@ -130,7 +131,9 @@ class TestRoute:
     @pytest.fixture
     def admin(self, live: Live) -> dict[str, str]:
         with db.write() as session:
-            return {"Authorization": f"Bearer {keys.create_key(session, live.project_id, 'admin', is_admin=True)}"}
+            return {
+                "Authorization": f"Bearer {keys.create_key(session, live.project_id, 'admin', scopes=ALL_SCOPES).plaintext}"
+            }
 
     def test_an_admin_sets_and_lifts_quotas(self, http: httpx2.Client, live: Live, admin: dict[str, str]) -> None:
         path = f"/v1/projects/{live.project_id}"

@@ -8,6 +8,7 @@ from sqlalchemy import delete, update
 
 from app import db
 from app.keys import service as keys
+from app.keys.scopes import ALL_SCOPES
 from app.nodes import service
 from app.nodes.tables import Node
 from tests.conftest import Live
@@ -29,7 +30,7 @@ def node_id(live: Live) -> Iterator[str]:
 def admin(live: Live) -> dict[str, str]:
     """The headers of a key that may do everything."""
     with db.write() as session:
-        return {"Authorization": f"Bearer {keys.create_key(session, live.project_id, 'admin', is_admin=True)}"}
+        return {"Authorization": f"Bearer {keys.create_key(session, live.project_id, 'admin', scopes=ALL_SCOPES).plaintext}"}
 
 
 def test_a_node_shows_what_is_free_and_whether_it_is_heard_of(http: httpx2.Client, live: Live, node_id: str) -> None:
@@ -48,7 +49,7 @@ def test_an_admin_drains_and_resumes_a_node(http: httpx2.Client, live: Live, nod
 
 def test_any_other_key_may_not(http: httpx2.Client, live: Live, node_id: str) -> None:
     answer = http.post(f"/v1/nodes/{node_id}/drain")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_only")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "missing_scope")
     assert status(http, node_id) == "ready"
 
 
