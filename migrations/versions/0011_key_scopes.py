@@ -9,8 +9,8 @@ from sqlalchemy.dialects import postgresql
 JSON = sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
 PROJECT_SCOPES = ["jobs:*", "files:*", "models:*", "chat"]
 
-revision = "0010_key_scopes"
-down_revision = "0009_data_rows"
+revision = "0011_key_scopes"
+down_revision = "0010_file_validations"
 branch_labels = None
 depends_on = None
 
