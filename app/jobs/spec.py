@@ -314,7 +314,7 @@ class ResourcesSection(Section):
     accelerator: Literal["auto", "gpu", "cpu"] = Field(
         default="auto",
         description="`gpu`: one GPU per rank. `cpu`: one CPU slot of a node without GPUs per node. "
-        "`auto`: `gpu` where any registered node has GPUs, else `cpu`; a job shows which.",
+        "`auto`: `gpu` where any registered node has GPUs or none has registered yet, else `cpu`; a job shows which.",
     )
     time_limit_s: int = Field(
         default=7 * 24 * 3600, ge=1, le=90 * 24 * 3600, description="Seconds the job may run, all attempts together."

@@ -117,6 +117,7 @@ class Storm:
         self._engine = db.make_engine(fleet.database_url)
 
     def run(self) -> Story:
+        self._wait(self._is_complete, "every node has registered", QUIET_PATIENCE_S)
         begin = time.monotonic()
         self._begin = begin
         over = threading.Event()
@@ -193,6 +194,9 @@ class Storm:
             training = {tuple(fleets.mark_of(process).split(".")[:2]) for process in found}
             jobs = Counter(job_id for job_id, *_ in training)
             self.story.sightings |= {job_id for job_id, count in jobs.items() if count > 1 and job_id}
+
+    def _is_complete(self) -> bool:
+        return self._count(select(func.count()).select_from(Node)) == self.fleet.num_nodes
 
     def _all_ended(self) -> bool:
         open_jobs = select(func.count()).select_from(Job).where(Job.status.not_in(TERMINAL))
