@@ -171,7 +171,7 @@ class Storm:
         self._insist(job_id, "pause")
 
     def _resume(self, job: JobPlan, job_id: str) -> None:
-        while self._insist(job_id, "resume")[1].get("error", {}).get("code") == "job_pausing":
+        while _error_code(self._insist(job_id, "resume")[1]) == "job_pausing":
             time.sleep(0.5)
 
     def _cancel(self, job: JobPlan, job_id: str) -> None:
@@ -228,3 +228,9 @@ class Storm:
                 self.story.troubles += [f"waited {patience_s:g} s in vain until {what}", *self._why()]
                 return
             time.sleep(0.5)
+
+
+def _error_code(body: dict[str, Any]) -> str | None:
+    """Of an answer that is an error, or of a job, which has one where it has failed."""
+    error = body.get("error") or {}
+    return error.get("code")
