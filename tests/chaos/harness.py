@@ -34,9 +34,9 @@ LOOK_EVERY_S = 0.3
 
 @dataclass(frozen=True)
 class Answer:
-    """What a cancel was answered, and when it was asked; unix seconds."""
+    """What a cancel was answered, and when; unix seconds."""
 
-    asked_at: float
+    at: float
     code: int
     status: str
     """The job's, as the answer has it."""
@@ -175,9 +175,8 @@ class Storm:
             time.sleep(0.5)
 
     def _cancel(self, job: JobPlan, job_id: str) -> None:
-        asked_at = time.time()
         code, body = self._insist(job_id, "cancel")
-        self.story.cancels[job.number] = Answer(asked_at, code, body.get("status", ""))
+        self.story.cancels[job.number] = Answer(time.time(), code, body.get("status", ""))
 
     def _insist(self, job_id: str, what: str) -> tuple[int, dict[str, Any]]:
         code, body = self.customer.ask(job_id, what)
@@ -219,7 +218,9 @@ class Storm:
         with self._engine.connect() as connection:
             waits = connection.execute(select(Wait.job_id, Wait.reason)).all()
             ages = connection.execute(select(Node.id, Node.free_slots, db.now() - Node.heartbeat_at)).all()
-        return [f"{job_id} waits: {reason}" for job_id, reason in waits] + [f"{n}: {free} slots free, {age:.1f} s" for n, free, age in ages]
+        return [f"{job_id} waits: {reason}" for job_id, reason in waits] + [
+            f"{n}: {free} slots free, {age:.1f} s" for n, free, age in ages
+        ]
 
     def _wait(self, condition: Callable[[], bool], what: str, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s

@@ -59,13 +59,13 @@ def judge(fleet: Fleet, plan: Plan, story: Story) -> Verdict:
     with engine.connect() as connection:
         violations += _of_nodes(connection, fleet)
         rows = {row.id: row for row in connection.execute(select(Job.__table__))}
-        if sorted(rows) != sorted(story.job_ids.values()):
+        if sorted(rows) != sorted(story.job_ids.values()) or len(rows) != len(plan.jobs):
             violations.append(f"{len(plan.jobs)} jobs were submitted as {len(story.job_ids)}, and {len(rows)} are there")
         known = [job for job in plan.jobs if story.job_ids.get(job.number) in rows]
         evidence = [_evidence(connection, fleet, job, rows[story.job_ids[job.number]]) for job in known]
     engine.dispose()
     for item in evidence:
-        violations += [f"{item.row.id} ({item.plan.kind}): {what}" for what in _of_job(item, story)]
+        violations += [f"{item.row.id} ({item.plan.kind}): {what}" for what in of_job(item, story)]
     real = {tuple(item.losses) for item in evidence if item.plan.kind == "real" and item.row.status == "succeeded"}
     if len(real) > 1:
         violations.append(f"equal jobs have {len(real)} different courses of losses: {sorted(real)}")
@@ -105,7 +105,8 @@ def _finished_at(roots: list[Path]) -> float | None:
     return min((path.stat().st_mtime for path in results), default=None)
 
 
-def _of_job(item: Evidence, story: Story) -> Iterator[str]:
+def of_job(item: Evidence, story: Story) -> Iterator[str]:
+    """What one job has done wrong, or was done to it."""
     yield from _of_state(item, story)
     yield from _of_events(item)
     yield from _of_training(item)
@@ -121,7 +122,7 @@ def _of_state(item: Evidence, story: Story) -> Iterator[str]:
     allowed = {expected}
     if cancel is not None and cancel.code == 200:
         allowed = {"cancelled"}
-        came_late = item.finished_at is not None and item.finished_at < cancel.asked_at + CANCEL_ARRIVES_S
+        came_late = item.finished_at is not None and item.finished_at < cancel.at + CANCEL_ARRIVES_S
         if cancel.status != "cancelled" and (came_late or expected == "failed"):
             allowed |= {expected}
     if row.status not in allowed:
