@@ -1,8 +1,10 @@
 """Two ranks under torchrun, by the line that the service uses."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -206,6 +208,17 @@ class TestProcesses:
         assert failure["code"] == "invalid_training_file"
         assert failure["message"].startswith("line 1:")
         assert "invalid_training_file" in json.dumps(read_json(workspace.error))
+
+
+def test_a_rank_whose_agent_was_killed_while_it_imported_does_not_go_on(tmp_path: Path) -> None:
+    """Nobody has told the kernel yet that it is to die then: it would train beside the job's next attempt."""
+    parent = "import os, subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]); os._exit(0)"
+    orphan = "from worker.trainer.train import die_with_parent; die_with_parent(); print('goes on')"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a job"}
+    command = [sys.executable, "-c", parent, "-c", orphan, str(tmp_path)]
+    told = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert told.stdout == ""  # read to its end: until the orphan has gone
+    assert "Traceback" not in told.stderr
 
 
 class TestSlowPreparation:

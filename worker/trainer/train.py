@@ -164,9 +164,12 @@ def silence_progress_bars() -> None:
 
 
 def die_with_parent() -> None:
-    """Torch elastic starts ranks in sessions of their own: without this they would outlive a killed agent."""
+    """Torch elastic starts ranks in sessions of their own: without this they would outlive a killed agent, also one that was
+    killed while they were still importing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.fsencode(sys.argv[1]) not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
