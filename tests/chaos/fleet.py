@@ -245,6 +245,11 @@ def mark_of(process: psutil.Process) -> str:
     return ""
 
 
+def describe(process: psutil.Process) -> str:
+    """What it is, in one line."""
+    return f"{process.pid} {mark_of(process)} {' '.join(_words(process))}"
+
+
 def is_training(process: psutil.Process) -> bool:
     """Whether it is a rank, or stands in for all of them."""
     words = _words(process)

@@ -131,7 +131,7 @@ class Storm:
             self._wait(self._all_ended, "every job has ended", CALM_PATIENCE_S)
             self.story.seconds = time.monotonic() - begin
             self._wait(self._is_quiet, "nothing runs any more and every slot is free", QUIET_PATIENCE_S)
-            self.story.left = [f"{p.pid} {p.cmdline()}" for p in self._processes()]
+            self.story.left = [fleets.describe(process) for process in self._processes()]
         finally:
             over.set()
             watcher.join()
