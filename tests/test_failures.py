@@ -15,6 +15,7 @@ Where the other pains and cases have their tests:
     a request sent twice (C07)                           jobs/test_replays.py
     two jobs on one port (24)                            test_outages.py, whose jobs share a host
     a gang that gets half its nodes (25)                 nodes/test_placement.py, nodes/test_planning.py
+    all of it at once, over and over                     chaos/test_chaos.py
 """
 
 from typing import Any
