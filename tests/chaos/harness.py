@@ -27,7 +27,7 @@ from tests.chaos.plan import Fault, JobPlan, Plan
 
 # What an answer may take while APIs are killed and the database is away, and all jobs once the storm is over.
 ANSWER_PATIENCE_S = 120.0
-CALM_PATIENCE_S = 90.0
+CALM_PATIENCE_S = 300.0
 QUIET_PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.3
 
