@@ -14,9 +14,11 @@ from app.jobs import validating
 from app.nodes import placement
 from app.queue import celery
 from worker import node, sweeper, ticker
+from worker.workspace import Run
 
 NODE_PREFIX = "node@"
 _ending = threading.Event()
+_starting: set[Run] = set()
 
 
 @celery.task(name="place")
@@ -35,9 +37,20 @@ def validate() -> None:
 
 @celery.task(name="launch")
 def launch(job_id: str, attempt: int, node_rank: int) -> None:
-    """Start the detached supervisor of one placement; a second delivery finds it claimed and ends."""
-    command = [sys.executable, "-m", "worker.supervisor", job_id, str(attempt), str(node_rank)]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    """Start the detached supervisor of one placement; a second delivery finds it claimed, or about to be, and ends.
+
+    A supervisor costs a second of CPU before it can look itself. A node that is slow to start them gets every wake-up again,
+    and those of placements that were given back meanwhile: were each of them to start one, it would never catch up.
+    """
+    run = Run(job_id, attempt, node_rank)
+    if run in _starting or not placement.is_unclaimed(job_id, attempt, node_rank):
+        return
+    _starting.add(run)
+    try:
+        command = [sys.executable, "-m", "worker.supervisor", job_id, str(attempt), str(node_rank)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    finally:
+        _starting.discard(run)
 
 
 @worker_ready.connect

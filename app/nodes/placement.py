@@ -239,6 +239,13 @@ def resend_lost_launches() -> None:
                 attempts.give_back_unclaimed(session, job_id, attempt)
 
 
+def is_unclaimed(job_id: str, attempt: int, node_rank: int) -> bool:
+    """Whether a placement still waits for its supervisor: nobody has taken it up, and it was not given back."""
+    part = (Placement.job_id == job_id, Placement.attempt == attempt, Placement.node_rank == node_rank)
+    with db.read() as connection:
+        return connection.execute(select(Placement.state).where(*part)).scalar_one_or_none() == "placed"
+
+
 def claim(job_id: str, attempt: int, node_rank: int, pid: int) -> Placement | None:
     """Start or join the attempt, and take up its placement for the supervisor `pid`; None where another delivery did, or it is
     gone."""

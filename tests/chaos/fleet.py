@@ -23,12 +23,12 @@ from worker import launch
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-a-key-for-the-storm"
-LEASE_S = 15.0
+LEASE_S = 20.0
 HEARTBEAT_S = 0.5
 MAX_ATTEMPTS = 7
 # So often a job may be struck; with two outages of the database it still has a try left.
 MOST_BLOWS = 3
-NUM_NODES, SLOTS = 4, 3
+NUM_NODES, SLOTS = 4, 2
 NUM_APIS, NUM_CONTROLS = 2, 3
 
 

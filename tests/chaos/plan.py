@@ -53,7 +53,7 @@ def draw(seed: int, num_jobs: int, *, lease_s: float, embedded: bool = False) ->
     """A plan for `num_jobs` jobs. `embedded`: for one node below `tuneyard up`, which is itself killed, and whose database is a
     file."""
     dice = random.Random(seed)
-    seconds = max(SECONDS_PER_JOB * num_jobs, 4 * lease_s)
+    seconds = max(SECONDS_PER_JOB * num_jobs, 3 * lease_s)
     kinds = _kinds(dice, num_jobs)
     good = [number for number, kind in enumerate(kinds) if kind in ("stand-in", "real")]
     cancelled = set(dice.sample(range(num_jobs), max(1, num_jobs // 10)))
