@@ -9,8 +9,8 @@ from tests.chaos.harness import Customer, Storm
 from tests.chaos.judge import judge
 from tests.chaos.plan import draw
 
-NUM_JOBS = 40
-SEED = 4
+NUM_JOBS = 24
+SEED = 5
 
 
 @pytest.mark.slow
@@ -26,6 +26,6 @@ def test_no_job_is_lost_doubled_or_left_over_while_every_process_is_killed(tmp_p
 
 
 def test_the_same_seed_is_the_same_plan() -> None:
-    one, same, other = (draw(seed, 200, lease_s=15) for seed in (7, 7, 8))
+    one, same, other = (draw(seed, 200, lease_s=20) for seed in (7, 7, 8))
     assert one == same
     assert one != other
