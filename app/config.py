@@ -58,6 +58,12 @@ class Settings(BaseSettings):
     )
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1, description="Largest file an upload may have.")
 
+    outbound_allowed_hosts: list[str] = Field(
+        default=[],
+        description="Hosts that webhooks may reach though they are not public: names, addresses or networks such as "
+        "`10.0.0.0/8`. Default: none.",
+    )
+
     mlflow_tracking_uri: str = Field(
         default="", description="MLflow server of jobs that name none. Default: none; `databricks` means the workspace's own."
     )
@@ -141,6 +147,9 @@ class Settings(BaseSettings):
         default=365 * DAY_S,
         ge=0,
         description="How long events and metrics of a job that ended stay; its last state always does.",
+    )
+    retention_deliveries_s: float = Field(
+        default=30 * DAY_S, ge=0, description="How long webhook deliveries that have ended stay listed."
     )
     retention_deleted_s: float = Field(
         default=7 * DAY_S, ge=0, description="How long the files of a deleted model stay in storage."

@@ -21,6 +21,7 @@ from app.nodes import routes as nodes
 from app.recipes import routes as recipes
 from app.requests import RequestIds
 from app.secrets import routes as secrets
+from app.webhooks import routes as webhooks
 
 DESCRIPTION = """
 OpenAI's fine-tuning API on your own machines and open weights: point the official `openai` SDK at `/v1`.
@@ -57,6 +58,7 @@ def create_app() -> FastAPI:
         models.router,
         manifests.router,
         secrets.router,
+        webhooks.router,
         nodes.router,
         nodes.operations,
         projects.router,

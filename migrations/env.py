@@ -8,7 +8,8 @@ import app.jobs.tables
 import app.keys.tables
 import app.models.tables
 import app.nodes.tables
-import app.secrets.tables  # noqa: F401 - each import adds tables to Base
+import app.secrets.tables
+import app.webhooks.tables  # noqa: F401 - each import adds tables to Base
 from app.db import Base, make_engine
 
 MIGRATION_LOCK = 0x74756E65  # any number nobody else uses: two hosts that start at once migrate one after the other

@@ -16,6 +16,7 @@ from app import db
 from app.config import get_settings
 from app.files import service as files
 from app.jobs import history, retention
+from app.webhooks import service as webhooks
 from worker.launch import MARK
 from worker.workspace import Run
 
@@ -44,6 +45,7 @@ def sweep_storage() -> None:
     """Everything that all nodes share."""
     retention.sweep()
     files.sweep_expired()
+    webhooks.sweep(get_settings().retention_deliveries_s)
     limit_s = get_settings().retention_orphans_s
     files.sweep_orphans(limit_s)
     retention.sweep_orphans(limit_s)

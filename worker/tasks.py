@@ -13,7 +13,7 @@ from app.files import validation
 from app.jobs import validating
 from app.nodes import placement
 from app.queue import celery
-from worker import node, sweeper, ticker
+from worker import messenger, node, sweeper, ticker
 from worker.workspace import Run
 
 NODE_PREFIX = "node@"
@@ -60,6 +60,7 @@ def _start_thread(sender: Any, **_: Any) -> None:
         sweeper.start(sweeper.sweep_workspaces)
     else:
         ticker.start()
+        messenger.start()
         sweeper.start(sweeper.sweep_storage)
 
 

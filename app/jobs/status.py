@@ -3,12 +3,14 @@
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from app.db import now
 from app.jobs import events
 from app.jobs.events import NewEvent
+from app.jobs.tables import Job
+from app.webhooks import service as webhooks
 
 
 class Status(StrEnum):
@@ -38,4 +40,8 @@ def switch_status(
     if to == Status.QUEUED:
         values |= {"queued_at": now()}
     told = NewEvent(event.message, event.level, event.type, (event.data or {}) | {"status": to.value})
-    return events.append(session, job_id, [told], *guards, status=to.value, **values)
+    if not events.append(session, job_id, [told], *guards, status=to.value, **values):
+        return False
+    project_id = session.scalars(select(Job.project_id).where(Job.id == job_id)).one()
+    webhooks.announce(session, project_id, f"fine_tuning.job.{to.value}", {"id": job_id})
+    return True

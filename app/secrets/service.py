@@ -22,7 +22,7 @@ NONCE_BYTES = 12  # AES-GCM's own size; random for every value (NIST SP 800-38D)
 def put_secret(session: Session, project_id: str, name: str, value: str) -> Secret:
     """Keep a value under a name; an older one of the name is replaced."""
     session.execute(delete(Secret).where(Secret.project_id == project_id, Secret.name == name))
-    secret = Secret(id=new_id("secret_"), project_id=project_id, name=name, ciphertext=_encrypt(project_id, name, value))
+    secret = Secret(id=new_id("secret_"), project_id=project_id, name=name, ciphertext=seal(project_id, name, value))
     session.add(secret)
     session.flush()
     session.refresh(secret)
@@ -59,15 +59,17 @@ def reveal(connection: Connection, project_id: str, variables: dict[str, str]) -
     missing = sorted(set(variables.values()) - set(stored))
     if missing:
         raise NotFound(f"There is no secret `{missing[0]}` any more.", code="secret_not_found")
-    return {variable: _decrypt(project_id, name, stored[name]) for variable, name in variables.items()}
+    return {variable: unseal(project_id, name, stored[name]) for variable, name in variables.items()}
 
 
-def _encrypt(project_id: str, name: str, value: str) -> bytes:
+def seal(project_id: str, name: str, value: str) -> bytes:
+    """A value encrypted, readable only where project and name are the same."""
     nonce = os.urandom(NONCE_BYTES)
     return nonce + _cipher().encrypt(nonce, value.encode(), _place(project_id, name))
 
 
-def _decrypt(project_id: str, name: str, ciphertext: bytes) -> str:
+def unseal(project_id: str, name: str, ciphertext: bytes) -> str:
+    """What was sealed. Raises NotFound where it was sealed under another key."""
     nonce, sealed = ciphertext[:NONCE_BYTES], ciphertext[NONCE_BYTES:]
     try:
         return _cipher().decrypt(nonce, sealed, _place(project_id, name)).decode()
