@@ -44,7 +44,7 @@ class KeyedRoute(APIRoute):
         async def handle_with_key(request: Request) -> Response:
             caller = await run_in_threadpool(_authenticate, request)
             _require_scope(caller, scopes.needed(self.area, request.method))
-            request.state.project_id = caller.project_id
+            request.state.project_id, request.state.key_id = caller.project_id, caller.key_id
             return await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
 
         return handle_with_key
@@ -67,7 +67,14 @@ async def _project_id(request: Request, _documented: Annotated[object, Depends(_
     return project_id
 
 
+async def _key_id(request: Request) -> str:
+    key_id: str = request.state.key_id
+    return key_id
+
+
 ProjectId = Annotated[str, Depends(_project_id)]
+KeyId = Annotated[str, Depends(_key_id)]
+"""Which key of the project asks. A route that takes it takes the project, too."""
 
 
 def _limited(request: Request, limit: int) -> Receive:

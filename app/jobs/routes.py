@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from app import db, downloads, storage
-from app.auth import KeyedRoute, ProjectId
+from app.auth import KeyedRoute, KeyId, ProjectId
 from app.dependencies import Read, Write
 from app.errors import InvalidRequest
 from app.jobs import history, live, logs, queries, replays, reruns, service
@@ -44,16 +44,16 @@ ResumeAt = Annotated[logs.Position | None, Depends(_log_position)]
 def create_job(
     body: JobCreate,
     project_id: ProjectId,
+    key_id: KeyId,
     session: Write,
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    x_stainless_retry_count: Annotated[int, Header(ge=0, le=1000, description="The SDK's own.")] = 0,
 ) -> JobOut:
     """With an `Idempotency-Key` the same request, sent again, answers with the job that is there, and with
-    `Idempotency-Replayed: true`."""
-    create = partial(service.create_job, session, project_id, body)
-    if idempotency_key is None:
-        return JobOut.of(create())
-    job, replayed = replays.once(session, replays.Request.of(project_id, idempotency_key, body), create)
+    `Idempotency-Replayed: true`. So do the SDK's own repetitions."""
+    request = replays.Request.of(project_id, key_id, idempotency_key, x_stainless_retry_count, body)
+    job, replayed = replays.once(session, request, partial(service.create_job, session, project_id, body))
     if replayed:
         response.headers["Idempotency-Replayed"] = "true"
     return JobOut.of(job)

@@ -39,7 +39,7 @@ class Job(Base):
     """Per split what became of its rows: read, used, skipped by reason, cut, tokens."""
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     request_sha256: Mapped[str | None] = mapped_column(String(64))
-    """Of the request that came with the key."""
+    """Of the request that asked for it; without a key also of who sent it."""
     rerun_of: Mapped[str | None] = mapped_column(String(64))
     """The job that this one repeats."""
     tracking: Mapped[list[Any] | None]
