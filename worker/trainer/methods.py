@@ -19,6 +19,7 @@ from trl.trainer.kto_config import KTOConfig
 from trl.trainer.sft_config import SFTConfig
 
 from app.jobs.spec import TrainingSpec
+from worker.trainer import row_attention
 from worker.trainer.cpu_fsdp import allow_fsdp_on_cpu
 from worker.trainer.data import Data
 from worker.trainer.failures import TrainerError
@@ -26,8 +27,8 @@ from worker.trainer.model import FLASH_ATTENTION, initial_weights, load_start, p
 from worker.trainer.trainers import DpoTrainer, KtoTrainer, OrpoTrainer, ShiftedCompletions, SupervisedTrainer, Trainer
 from worker.workspace import Workspace
 
-# Longest sequence that rows are packed into where attention is not a flash kernel: it then holds a score for every pair of
-# tokens, so that packing longer batches would cost more than the padding it saves.
+# Longest sequence that rows are packed into where attention holds a score for every pair of its tokens: packing longer batches
+# would then cost more than the padding it saves.
 MAX_PACKED_TOKENS = 8192
 REFERENCE = "ref"  # what TRL names its copy of an adapter
 
@@ -230,7 +231,7 @@ def decide_packing(spec: TrainingSpec, model: PreTrainedModel | PeftModel, data:
             "data.packing",
         )
     longest = data.counts["train"].longest_row * spec.training.per_device_train_batch_size
-    cheap = model.config._attn_implementation in FLASH_ATTENTION or longest <= MAX_PACKED_TOKENS
+    cheap = model.config._attn_implementation in {*FLASH_ATTENTION, row_attention.NAME} or longest <= MAX_PACKED_TOKENS
     return spec.data.packing == "on" or (spec.data.packing == "auto" and exact and cheap)
 
 

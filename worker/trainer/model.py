@@ -22,17 +22,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.utils.quantization_config import BitsAndBytesConfig, Mxfp4Config
 
 from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
-from worker.trainer import expert_lora
+from worker.trainer import expert_lora, row_attention
 from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
 from worker.workspace import Workspace
 
 # Models whose masks keep the rows of one sequence apart by their position ids, proven by tests/trainer/test_packing.py.
-EXACT_PACKING = {"llama", "mistral", "qwen2", "qwen3", "gpt_oss"}
+EXACT_PACKING = {"llama", "mistral", "qwen2", "qwen3"}
 FLASH_ATTENTION = {"flash_attention_2", "flash_attention_3"}
 
 
@@ -61,8 +60,8 @@ def load_model(spec: TrainingSpec, initial: Path | None = None) -> PreTrainedMod
     """The model to train. The seed is set here, so that every rank starts from the same adapter weights."""
     base = load_start(spec, initial)
     base.config.use_cache = False
-    if base.config.model_type == "gpt_oss":
-        keep_packed_rows_apart(base)
+    if base.config.model_type == "gpt_oss" and base.config._attn_implementation == "eager":
+        row_attention.install(base)
     set_seed(spec.seed)
     if spec.adapter.is_full:
         return base
@@ -114,7 +113,7 @@ def is_mxfp4(config: PreTrainedConfig) -> bool:
 
 def packing_is_exact(config: PreTrainedConfig) -> bool:
     """Whether rows that share a sequence cannot see each other."""
-    return config._attn_implementation in FLASH_ATTENTION or (
+    return config._attn_implementation in {*FLASH_ATTENTION, row_attention.NAME} or (
         config.model_type in EXACT_PACKING and config._attn_implementation in {"eager", "sdpa"}
     )
 
@@ -173,31 +172,6 @@ def adapted_kinds(model: nn.Module) -> dict[str, int]:
         if isinstance(module, LoraLayer) and module.lora_A:
             kinds[_kind(name, module)] += 1
     return dict(kinds)
-
-
-def keep_packed_rows_apart(base: PreTrainedModel) -> None:
-    """gpt-oss builds its masks without position ids, so packed rows would see each other: build them with."""
-
-    def add_masks(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        position_ids, packed = kwargs.get("position_ids"), kwargs.get("attention_mask") is None
-        if position_ids is None or not packed or kwargs.get("cache") is not None:
-            return args, kwargs
-        # Only the shape, type and device of the embeddings matter to the mask.
-        shape = torch.empty(*position_ids.shape, 1, dtype=base.dtype, device=position_ids.device)
-        known = {
-            "config": inner.config,
-            "inputs_embeds": shape,
-            "attention_mask": None,
-            "cache": None,
-            "position_ids": position_ids,
-        }
-        masks = {
-            "full_attention": create_causal_mask(**known),
-            "sliding_attention": create_sliding_window_causal_mask(**known),
-        }
-        return args, kwargs | {"attention_mask": masks}
-
-    base.base_model.register_forward_pre_hook(add_masks, with_kwargs=True)
 
 
 def _load_mxfp4(model: ModelSection, dtype: torch.dtype, device_map: str | None) -> PreTrainedModel:
