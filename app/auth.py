@@ -3,6 +3,7 @@
 `Authorization: Bearer <key>` names the project whose objects a request sees.
 """
 
+import json
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 
@@ -12,9 +13,11 @@ from fastapi.security import HTTPBearer
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope, Send
 
 from app import db
+from app.audit import service as audit
+from app.audit.tables import Entry
 from app.config import get_settings
 from app.errors import Forbidden, Unauthenticated
 from app.keys import scopes, service
@@ -23,6 +26,7 @@ from app.keys.service import Caller
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 
 
+READING = ("GET", "HEAD")
 MAX_BODY_BYTES = 8 * 1024**2  # of anything but an upload: a spec with its longest chat template and prompts fits well
 
 
@@ -45,9 +49,32 @@ class KeyedRoute(APIRoute):
             caller = await run_in_threadpool(_authenticate, request)
             _require_scope(caller, scopes.needed(self.area, request.method))
             request.state.project_id, request.state.key_id = caller.project_id, caller.key_id
-            return await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
+            response = await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
+            return response if request.method in READING else _Recorded(response, self._entry(caller, request, response))
 
         return handle_with_key
+
+    def _entry(self, caller: Caller, request: Request, response: Response) -> Entry:
+        return Entry(
+            type=audit.type_of(self.name),
+            object_id=_object_id(self.name, request, response),
+            project_id=caller.project_id,
+            key_id=caller.key_id,
+            request_id=request.state.request_id,
+            ip_address=request.client.host if request.client else None,
+            user_agent=request.headers.get("user-agent", "")[:256] or None,
+        )
+
+
+class _Recorded(Response):
+    """A response that is sent once the audit log has the change. When it is called, the change has been committed."""
+
+    def __init__(self, response: Response, entry: Entry) -> None:
+        self.response, self.entry = response, entry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await run_in_threadpool(audit.record, self.entry)
+        await self.response(scope, receive, send)
 
 
 class ModelRoute(KeyedRoute):
@@ -116,6 +143,14 @@ def _key(headers: Headers) -> str:
 def _require_scope(caller: Caller, scope: str) -> None:
     if not scopes.allow(caller.scopes, scope):
         raise Forbidden(f"This API key lacks the scope `{scope}`: use one that has it.", code="missing_scope")
+
+
+def _object_id(operation: str, request: Request, response: Response) -> str | None:
+    """What is new, by its id in the answer; else what the path names last."""
+    if operation.startswith(("create_", "rerun_")):
+        made: dict[str, str] = json.loads(bytes(response.body))
+        return made.get("id") or made.get("name")
+    return str(list(request.path_params.values())[-1])[:512]
 
 
 def _refuse_foreign(headers: Headers, project_id: str) -> None:

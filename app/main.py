@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from app import db, health, log, validation
+from app.audit import routes as audit
 from app.errors import DiskFull, InvalidRequest, TuneyardError, Unavailable
 from app.files import routes as files
 from app.jobs import routes as jobs
@@ -62,6 +63,7 @@ def create_app() -> FastAPI:
         nodes.router,
         nodes.operations,
         projects.router,
+        audit.router,
         recipes.router,
         health.router,
     ):

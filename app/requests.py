@@ -23,6 +23,7 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         request_id, started, status = new_id("req_"), time.monotonic(), 0
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -3,6 +3,7 @@
 from alembic import context
 from sqlalchemy import text
 
+import app.audit.tables
 import app.files.tables
 import app.jobs.tables
 import app.keys.tables

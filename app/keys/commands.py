@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError
 
 from app import db
+from app.audit import service as audit
 from app.errors import TuneyardError
 from app.keys import service
 from app.keys.schemas import KeyCreate, KeyOut, KeyRotate, ProjectCreate, ProjectOut, ProjectUpdate
@@ -38,6 +39,7 @@ def create_key(
         body = KeyCreate(name=name, expires_in_s=expires_in_days and expires_in_days * 86400, **given)
         with db.write() as session:
             key = service.create_key(session, project, body.name, scopes=body.scopes, lifetime_s=body.expires_in_s)
+            audit.record_command(session, "create_api_key", key.row.id)
         typer.echo(key.plaintext)
 
 
@@ -58,7 +60,9 @@ def rotate_key(
     """Replace a key by another with the same scopes, and print that this once."""
     with _in_words(), db.write() as session:
         keep = KeyRotate(keep_old_s=keep_old_s).keep_old_s
-        typer.echo(service.rotate_key(session, project, key_id, keep_old_s=keep).plaintext)
+        key = service.rotate_key(session, project, key_id, keep_old_s=keep)
+        audit.record_command(session, "rotate_api_key", key_id)
+    typer.echo(key.plaintext)
 
 
 @keys.command("revoke")
@@ -66,13 +70,16 @@ def revoke_key(key_id: KeyId, project: Project = service.DEFAULT_PROJECT_ID) -> 
     """From now on the key opens nothing."""
     with _in_words(), db.write() as session:
         service.revoke_key(session, project, key_id)
+        audit.record_command(session, "delete_api_key", key_id)
 
 
 @projects.command("create")
 def create_project(name: Annotated[str, typer.Argument(help="One of its own among all projects.")]) -> None:
     """Make a project, and print its id."""
     with _in_words(), db.write() as session:
-        typer.echo(service.create_project(session, ProjectCreate(name=name).name).id)
+        project = service.create_project(session, ProjectCreate(name=name).name)
+        audit.record_command(session, "create_project", project.id)
+    typer.echo(project.id)
 
 
 @projects.command("list")
@@ -103,6 +110,7 @@ def set_quotas(
     with _in_words(), db.write() as session:
         body = ProjectUpdate.model_validate({name: value for name, value in given.items() if value is not None})
         service.update_project(session, project, body.model_dump(exclude_unset=True))
+        audit.record_command(session, "update_project", project)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def update_project(project_id: str, body: ProjectUpdate, _own_project_id: Projec
 
 
 @router.post("/{project_id}/api_keys", summary="Create a key")
-def create_key(project_id: str, body: KeyCreate, _own_project_id: ProjectId, session: Write) -> NewKeyOut:
+def create_api_key(project_id: str, body: KeyCreate, _own_project_id: ProjectId, session: Write) -> NewKeyOut:
     """The answer holds the key; nothing shows it again."""
     return NewKeyOut.of_new(
         service.create_key(session, project_id, body.name, scopes=body.scopes, lifetime_s=body.expires_in_s)
@@ -41,7 +41,7 @@ def create_key(project_id: str, body: KeyCreate, _own_project_id: ProjectId, ses
 
 
 @router.get("/{project_id}/api_keys", summary="List a project's keys")
-def list_keys(
+def list_api_keys(
     project_id: str, _own_project_id: ProjectId, connection: Read, after: After = None, limit: Limit = 20
 ) -> ListOut[KeyOut]:
     rows, has_more = service.list_keys(connection, project_id, after=after, limit=limit)
@@ -49,7 +49,7 @@ def list_keys(
 
 
 @router.post("/{project_id}/api_keys/{key_id}/rotate", summary="Replace a key")
-def rotate_key(
+def rotate_api_key(
     project_id: str, key_id: str, _own_project_id: ProjectId, session: Write, body: KeyRotate | None = None
 ) -> NewKeyOut:
     """Another key with the same name, scopes and lifetime. The old one ends, at once or after `keep_old_s`."""
@@ -58,7 +58,7 @@ def rotate_key(
 
 
 @router.delete("/{project_id}/api_keys/{key_id}", summary="Revoke a key")
-def revoke_key(project_id: str, key_id: str, _own_project_id: ProjectId, session: Write) -> Deleted:
+def delete_api_key(project_id: str, key_id: str, _own_project_id: ProjectId, session: Write) -> Deleted:
     """At once and for good; it stays in the list."""
     service.revoke_key(session, project_id, key_id)
     return Deleted(id=key_id, object="project.api_key")

@@ -5,6 +5,7 @@ import json
 from typer.testing import CliRunner
 
 from app import db
+from app.audit import service as audit
 from app.cli import cli
 from app.keys import service
 
@@ -30,6 +31,11 @@ def test_a_projects_key_is_made_listed_rotated_and_revoked(database: str) -> Non
     assert caller.scopes == {"jobs:read", "files:*"}
     run("keys", "revoke", caller.key_id, "--project", project)
     ends = [json.loads(line) for line in run("keys", "list", "--project", project).splitlines()]
+    with db.read() as connection:
+        entries, _ = audit.list_entries(connection, audit.Filter(), after=None, limit=10)
+    made = ["project.created", "project.updated", "api_key.created", "api_key.rotated", "api_key.deleted"]
+    assert [entry.type for entry in reversed(entries)] == made
+    assert all(entry.operator for entry in entries)
     assert [(bool(key["revoked_at"]), bool(key["expires_at"])) for key in ends] == [(True, False), (False, True)]
 
 
