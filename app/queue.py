@@ -53,7 +53,7 @@ def _publish(session: Session) -> None:
         with celery.connection_for_write(transport_options=_PUBLISH_OPTIONS) as connection:
             for task, args, queue in messages:
                 # These are worth nothing once a tick has passed: a burst must leave no backlog.
-                expires = TICK_S if task in ("place", "validate") else None
+                expires = None if task == "launch" else TICK_S
                 celery.send_task(task, args=args, queue=queue, connection=connection, retry=False, expires=expires)
     except Exception as error:  # any broker failure: the row is committed, the tick will find it
         log.warning("the broker took no message; the tick finds the work of %d wake-up(s): %s", len(messages), error)

@@ -8,10 +8,12 @@ from typing import Any
 
 from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
 
+from app import db
 from app.config import get_settings
 from app.files import validation
 from app.jobs import validating
 from app.nodes import placement
+from app.nodes import service as nodes
 from app.queue import celery
 from worker import messenger, node, sweeper, ticker
 from worker.workspace import Run
@@ -19,6 +21,7 @@ from worker.workspace import Run
 NODE_PREFIX = "node@"
 _ending = threading.Event()
 _starting: set[Run] = set()
+_starts_fail = threading.Event()
 
 
 @celery.task(name="place")
@@ -49,8 +52,20 @@ def launch(job_id: str, attempt: int, node_rank: int) -> None:
     try:
         command = [sys.executable, "-m", "worker.supervisor", job_id, str(attempt), str(node_rank)]
         subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        _starts_fail.clear()
+    except Exception:
+        _starts_fail.set()
+        raise
     finally:
         _starting.discard(run)
+
+
+@celery.task(name="hear")
+def hear() -> None:
+    """This node takes wake-ups, and so jobs again, unless it could not start the last one."""
+    if not _starts_fail.is_set():
+        with db.write() as session:
+            nodes.trust(session, node.node_name())
 
 
 @worker_ready.connect

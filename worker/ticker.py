@@ -25,6 +25,7 @@ def _tick_for_ever() -> None:
         try:
             reaper.reap()
             placement.resend_lost_launches()
+            placement.ask_distrusted_nodes()
             placement.place_all()
             validation.wake_if_any_waits()
             validating.settle_all()

@@ -239,6 +239,13 @@ def resend_lost_launches() -> None:
                 attempts.give_back_unclaimed(session, job_id, attempt)
 
 
+def ask_distrusted_nodes() -> None:
+    """Ask the nodes that did not start a job whether they hear wake-ups again, as they do after an outage of the broker."""
+    with db.write() as session:
+        for name in nodes.distrusted(session):
+            queue.send_after_commit(session, "hear", queue=queue.node_queue(name))
+
+
 def is_unclaimed(job_id: str, attempt: int, node_rank: int) -> bool:
     """Whether a placement still waits for its supervisor: nobody has taken it up, and it was not given back."""
     part = (Placement.job_id == job_id, Placement.attempt == attempt, Placement.node_rank == node_rank)

@@ -190,8 +190,13 @@ def distrust(session: Session, job_id: str, attempt: int) -> None:
         session.execute(update(Node).where(Node.id == name).values(distrusted_until=until))
 
 
+def distrusted(session: Session) -> Sequence[str]:
+    """The nodes that get nothing now because they did not take up what was placed on them."""
+    return session.scalars(select(Node.id).where(Node.distrusted_until > now()).order_by(Node.id)).all()
+
+
 def trust(session: Session, name: str) -> None:
-    """The node has started a job."""
+    """The node has started a job, or hears wake-ups again."""
     session.execute(update(Node).where(Node.id == name, Node.distrusted_until > 0).values(distrusted_until=0.0))
 
 

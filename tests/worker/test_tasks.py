@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from app import db
-from app.jobs import service
+from app.config import get_settings
+from app.jobs import attempts, service
 from app.jobs.spec import TrainingSpec
 from app.keys import service as keys
 from app.nodes import placement
 from app.nodes import service as nodes
 from app.nodes.service import NodeReport
+from app.queue import celery
 from tests import factories
 from worker import tasks
 
@@ -20,7 +22,10 @@ SPEC = TrainingSpec.model_validate({"resources": {"accelerator": "cpu"}}).model_
 
 
 @pytest.fixture
-def project_id(database: str) -> str:
+def project_id(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("TUNEYARD_NODE_NAME", "a")
+    monkeypatch.setattr(tasks, "_starts_fail", threading.Event())
+    get_settings.cache_clear()
     with db.write() as session:
         nodes.register(session, NodeReport("a", "127.0.0.1", "cpu", 1, [], {}))
         return keys.create_project(session, "test").id
@@ -49,6 +54,18 @@ def record(monkeypatch: pytest.MonkeyPatch, while_it_starts: Callable[[], None])
 
     monkeypatch.setattr("worker.tasks.subprocess.run", run)
     return commands
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The messages that left, each with its queue."""
+    messages: list[str] = []
+
+    def send_task(task: str, *, queue: str, **_: Any) -> None:
+        messages.append(f"{task} {queue}")
+
+    monkeypatch.setattr(celery, "send_task", send_task)
+    return messages
 
 
 def test_a_wake_up_starts_the_supervisor(job_id: str, started: list[str]) -> None:
@@ -89,3 +106,41 @@ def test_nor_for_one_that_was_given_back(project_id: str, job_id: str, started: 
     service.cancel_job(project_id, job_id)
     tasks.launch(job_id, 1, 0)
     assert started == []
+
+
+class TestANodeThatDidNotStartAJob:
+    """Jobs go elsewhere for some leases: after an outage of the broker that would be one node less for no reason."""
+
+    @pytest.fixture
+    def distrusted(self, job_id: str) -> str:
+        with db.write() as session:
+            attempts.give_back_unclaimed(session, job_id, 1)
+        assert self.is_distrusted()
+        return job_id
+
+    def is_distrusted(self) -> bool:
+        with db.write() as session:
+            return nodes.distrusted(session) == ["a"]
+
+    def test_is_asked_whether_it_hears_wake_ups_until_it_does(self, distrusted: str, sent: list[str]) -> None:
+        placement.ask_distrusted_nodes()
+        assert sent == ["hear node.a"]
+        tasks.hear()
+        assert not self.is_distrusted()
+        placement.ask_distrusted_nodes()
+        assert sent == ["hear node.a"]
+
+    def test_stays_so_while_it_cannot_start_one(self, distrusted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail() -> None:
+            raise OSError("no memory")
+
+        record(monkeypatch, fail)
+        placement.place_all()
+        with pytest.raises(OSError, match="no memory"):
+            tasks.launch(distrusted, 3, 0)
+        tasks.hear()
+        assert self.is_distrusted()
+        record(monkeypatch, lambda: None)
+        tasks.launch(distrusted, 3, 0)
+        tasks.hear()
+        assert not self.is_distrusted()
