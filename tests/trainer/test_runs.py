@@ -178,6 +178,21 @@ class TestCheckpoints:
         for name, tensor in exported(whole).items():
             assert torch.equal(exported(stopped)[name], tensor)
 
+    def test_a_run_that_was_killed_after_its_last_step_trains_no_more_when_it_goes_on(
+        self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere
+    ) -> None:
+        """In the middle of an epoch, as its end would stop it anyway."""
+        workspace = make_workspace("w", llama, training={"max_steps": 3})
+        run_here(workspace)
+        first, told = exported(workspace), read_json(workspace.result)
+        shutil.rmtree(workspace.export)
+        workspace.result.unlink()
+        run_here(workspace)
+        assert [line["step"] for line in lines(workspace.metrics)] == [1, 2, 3]
+        again = read_json(workspace.result)
+        assert (again["outcome"], again["step"], again["trained_tokens"]) == ("finished", 3, told["trained_tokens"])
+        assert all(torch.equal(tensor, exported(workspace)[name]) for name, tensor in first.items())
+
     @pytest.mark.parametrize("fault", ["unmarked", "cut"])
     def test_an_incomplete_checkpoint_is_passed_over(
         self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere, fault: str

@@ -31,8 +31,9 @@ class Trainer(transformers.Trainer):
             super()._move_model_to_device(model, device)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers asks only after a step whether to stop: a run that had stopped early would make one more."""
-        if not self.control.should_training_stop:
+        """transformers asks only after a step whether to stop: a run that had stopped early, or had made its last step and
+        was killed while it handed over its result, would make one more."""
+        if not self.control.should_training_stop and self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
