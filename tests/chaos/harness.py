@@ -27,7 +27,8 @@ from tests.chaos.plan import Fault, JobPlan, Plan
 
 # What an answer may take while APIs are killed and the database is away, and all jobs once the storm is over.
 ANSWER_PATIENCE_S = 120.0
-CALM_PATIENCE_S = 300.0
+CALM_PATIENCE_S = 240.0
+CALM_PATIENCE_S_PER_JOB = 6.0
 QUIET_PATIENCE_S = 60.0
 LOOK_EVERY_S = 0.3
 
@@ -128,7 +129,8 @@ class Storm:
                 asked = [wishes.submit(self._live, job) for job in self.plan.jobs]
                 self._blow()
                 self.story.troubles += [str(error) for future in asked if (error := future.exception())]
-            self._wait(self._all_ended, "every job has ended", CALM_PATIENCE_S)
+            patience_s = CALM_PATIENCE_S + CALM_PATIENCE_S_PER_JOB * len(self.plan.jobs)
+            self._wait(self._all_ended, "every job has ended", patience_s)
             self.story.seconds = time.monotonic() - begin
             self._wait(self._is_quiet, "nothing runs any more and every slot is free", QUIET_PATIENCE_S)
             self.story.left = [fleets.describe(process) for process in self._processes()]
