@@ -13,7 +13,7 @@ from sqlalchemy.exc import OperationalError
 from app import up as embedded
 from app.config import get_settings
 from app.keys import commands
-from app.queue import CONTROL, node_queue
+from app.queue import ANY_NODE, CONTROL, node_queue
 
 cli = typer.Typer(help="Self-hosted fine-tuning behind OpenAI's API.", no_args_is_help=True, add_completion=False)
 cli.add_typer(commands.keys, name="keys")
@@ -104,7 +104,7 @@ def node() -> None:
     import socket
 
     name = get_settings().node_name or socket.gethostname()
-    _exec([*_CELERY, "-n", f"node@{name}", "-Q", node_queue(name), "--pool", "threads", "--concurrency", "4"])
+    _exec([*_CELERY, "-n", f"node@{name}", "-Q", f"{node_queue(name)},{ANY_NODE}", "--pool", "threads", "--concurrency", "4"])
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from app.keys import routes as projects
 from app.manifests import routes as manifests
 from app.models import routes as models
 from app.nodes import routes as nodes
+from app.previews import routes as previews
 from app.recipes import routes as recipes
 from app.requests import RequestIds
 from app.secrets import routes as secrets
@@ -54,6 +55,7 @@ def create_app() -> FastAPI:
     )
     for router in (
         files.router,
+        previews.router,
         jobs.streams,
         jobs.router,
         models.router,

@@ -15,6 +15,8 @@ from app.config import get_settings
 log = logging.getLogger(__name__)
 
 CONTROL = "control"
+ANY_NODE = "nodes"
+"""The queue that every node's worker reads beside its own."""
 TICK_S = 2.0
 
 # A publisher must fail fast when the broker is down: redis-py's own retries block 6 s a call (docs/design.md).

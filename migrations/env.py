@@ -9,6 +9,7 @@ import app.jobs.tables
 import app.keys.tables
 import app.models.tables
 import app.nodes.tables
+import app.previews.tables
 import app.secrets.tables
 import app.webhooks.tables  # noqa: F401 - each import adds tables to Base
 from app.db import Base, make_engine

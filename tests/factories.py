@@ -50,6 +50,13 @@ def read_uploads() -> None:
     validating.settle_all()
 
 
+def pass_checks() -> None:
+    """What a node does for jobs that would take GPUs, where their rows are good."""
+    validating.settle_all()
+    while (job := validating.claim_check()) is not None:
+        validating.pass_check(job.id)
+
+
 def add_wait(job_id: str, position: int, reason: str, blocking_resource: str) -> None:
     """Where the scheduler saw a job in the queue."""
     with db.write() as session:

@@ -114,6 +114,16 @@ def test_the_sdk_sees_a_job_from_upload_to_model(service: Service, finished: Fin
     assert client.models.retrieve(job.fine_tuned_model).id == job.fine_tuned_model
 
 
+def test_a_preview_shows_what_the_job_trains_on(service: Service, models: Path, training_file: str) -> None:
+    question = {"model": str(models / "tiny-llama"), "validation_file": training_file}
+    shown: Any = service.client.post(f"/files/{training_file}/preview", body=question, cast_to=object)
+    while shown["status"] == "waiting":
+        shown = service.client.get(f"/files/{training_file}/preview/{shown['id']}", cast_to=object)
+    assert shown["error"] is None
+    assert shown["result"]["trained_tokens_per_row"]["total"] == _assistant_tokens(models / "tiny-llama")
+    assert shown["result"]["overlap"]["rows_in_both"] == shown["result"]["rows_read"]
+
+
 def test_the_async_sdk_sees_the_same(service: Service, finished: FineTuningJob) -> None:
     async def look() -> tuple[FineTuningJob, int]:
         async with AsyncOpenAI(base_url=service.url, api_key=service.key) as client:

@@ -112,8 +112,8 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     report = dataset.Report()
     try:
         with target.open("w", encoding="utf-8") as file, lines_of(target).open("w", encoding="ascii") as lines:
-            for count, found in enumerate(_rows_of(source, param, job), start=1):
-                checked = _for_method(found, job.spec["method"])
+            for count, found in enumerate(rows_of(source, param, job.project_id), start=1):
+                checked = for_method(found, job.spec["method"])
                 report.add(checked)
                 if isinstance(checked, Row):
                     file.write(dataset.canonical_line(checked.value))
@@ -129,7 +129,7 @@ def _write_rows(source: str, param: str, job: Job, target: Path, heartbeat: Hear
     return report
 
 
-def _for_method(found: Row | Problem, method: str) -> Row | Problem:
+def for_method(found: Row | Problem, method: str) -> Row | Problem:
     """The row, or why the job's method cannot learn from it."""
     if isinstance(found, Problem):
         return found
@@ -154,7 +154,8 @@ def _check_data(workspace: Workspace, run: Run, job: Job) -> None:
             raise JobFailed("training_data_changed", message, f"{split}_file")
 
 
-def _rows_of(source: str, param: str, job: Job) -> Iterator[Row | Problem]:
+def rows_of(source: str, param: str, project_id: str) -> Iterator[Row | Problem]:
+    """Every row of a job's source, usable or not. Raises JobFailed, TuneyardError where it cannot be read."""
     if source.startswith("hf://"):
         yield from dataset.canonical_rows(_hub_rows(source, param))
     elif source.startswith("file://"):
@@ -162,7 +163,7 @@ def _rows_of(source: str, param: str, job: Job) -> Iterator[Row | Problem]:
         yield from dataset.scan(path, path.name)
     else:
         with db.read() as connection:
-            file = files.file_of_job(connection, job.project_id, source)
+            file = files.file_of_job(connection, project_id, source)
         with storage.open_read(file.storage_key) as stream:
             yield from dataset.scan(stream, file.filename)
 

@@ -16,6 +16,7 @@ from app import db
 from app.config import get_settings
 from app.files import service as files
 from app.jobs import history, retention
+from app.previews import service as previews
 from app.webhooks import service as webhooks
 from worker.launch import MARK
 from worker.workspace import Run
@@ -45,6 +46,7 @@ def sweep_storage() -> None:
     """Everything that all nodes share."""
     retention.sweep()
     files.sweep_expired()
+    previews.sweep()
     webhooks.sweep(get_settings().retention_deliveries_s)
     limit_s = get_settings().retention_orphans_s
     files.sweep_orphans(limit_s)

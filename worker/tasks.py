@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
@@ -14,14 +15,18 @@ from app.files import validation
 from app.jobs import validating
 from app.nodes import placement
 from app.nodes import service as nodes
+from app.previews import service as previews
 from app.queue import celery
+from worker import check as checker
 from worker import messenger, node, sweeper, ticker
+from worker import preview as previewer
 from worker.workspace import Run
 
 NODE_PREFIX = "node@"
 _ending = threading.Event()
 _starting: set[Run] = set()
 _starts_fail = threading.Event()
+_aside = threading.Lock()
 
 
 @celery.task(name="place")
@@ -34,8 +39,36 @@ def place() -> None:
 def validate() -> None:
     """Read new files through, and let the jobs go on that wait for them."""
     with contextlib.suppress(validation.Interrupted):
+        validating.settle_all()
         while validation.validate_next(_ending):
             validating.settle_all()
+
+
+@celery.task(name="preview")
+def preview() -> None:
+    """Answer what is asked of any node."""
+    with _one_aside() as is_free:
+        while is_free and not _ending.is_set() and (question := previews.claim_next()) is not None:
+            previewer.run(question, _ending)
+
+
+@celery.task(name="check")
+def check() -> None:
+    """Check the rows of jobs that would take GPUs."""
+    with _one_aside() as is_free:
+        while is_free and not _ending.is_set() and (job := validating.claim_check()) is not None:
+            checker.run(job, _ending)
+
+
+@contextlib.contextmanager
+def _one_aside() -> Iterator[bool]:
+    """One process beside the jobs at a time, so that no launch waits for a thread: what comes too early is sent again."""
+    is_free = _aside.acquire(blocking=False)
+    try:
+        yield is_free
+    finally:
+        if is_free:
+            _aside.release()
 
 
 @celery.task(name="launch")
@@ -80,7 +113,7 @@ def _start_thread(sender: Any, **_: Any) -> None:
 
 
 @worker_shutting_down.connect
-def _interrupt_readings(**_: Any) -> None:
+def _interrupt(**_: Any) -> None:
     _ending.set()
 
 

@@ -9,6 +9,7 @@ from app.config import get_settings
 from app.files import validation
 from app.jobs import attempts, validating
 from app.nodes import placement
+from app.previews import service as previews
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def _tick_for_ever() -> None:
             placement.place_all()
             validation.wake_if_any_waits()
             validating.settle_all()
+            previews.wake_if_any_waits()
         except Exception:  # the database is away: go on ticking, it comes back
             log.warning("tick failed; trying again", exc_info=True)
 

@@ -140,8 +140,9 @@ def canonical_rows(found: Iterable[Parsed | Problem]) -> Iterator[Row | Problem]
             continue
         try:
             value = rows.canonical(parsed.value)
-            kind = kind or rows.kind(value)
-            if rows.kind(value) != kind:
+            found_kind = rows.kind(value)
+            kind = kind or found_kind
+            if found_kind != kind:
                 raise rows.Unusable(
                     "mixed_row_formats", f"The rows before hold `{kind}`, this one does not: keep one format a file."
                 )

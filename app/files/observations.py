@@ -3,7 +3,7 @@
 Memory is bounded whatever the file holds.
 """
 
-import json
+import marshal
 from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -105,7 +105,8 @@ class Observations:
     def _compare(self, row: Row) -> None:
         if len(self.seen) >= MAX_COMPARED_ROWS:
             return
-        digest = blake2b(json.dumps(row.value, ensure_ascii=False).encode(), digest_size=12).digest()
+        # Three times as fast as JSON; from format 3 on, equal values may be written differently.
+        digest = blake2b(marshal.dumps(row.value, 2), digest_size=12).digest()
         if digest in self.seen:
             self.num_duplicates += 1
         self.seen.add(digest)

@@ -115,20 +115,20 @@ def _parse_lines(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
         if isinstance(text, Problem):
             yield replace(text, offset=start)
         elif text.strip(WHITESPACE):
-            yield replace(_parse_line(text.rstrip(WHITESPACE), number), offset=start)
+            yield _parse_line(text.rstrip(WHITESPACE), number, start)
 
 
-def _parse_line(text: str, number: int) -> Parsed | Problem:
+def _parse_line(text: str, number: int, offset: int) -> Parsed | Problem:
     start = len(text) - len(text.lstrip(WHITESPACE))
     try:
         value, end = _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
-        return _bad_json(error.msg, number, error.pos + 1)
+        return replace(_bad_json(error.msg, number, error.pos + 1), offset=offset)
     except _REFUSED as error:
-        return _refused_value(error, number)
+        return replace(_refused_value(error, number), offset=offset)
     if text[end:].strip(WHITESPACE):
-        return _bad_json("more text after the object", number, end + 1)
-    return _object(value, text, number)
+        return replace(_bad_json("more text after the object", number, end + 1), offset=offset)
+    return _object(value, text, number, offset)
 
 
 def _parse_array(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
@@ -142,7 +142,7 @@ def _parse_array(stream: IO[bytes]) -> Iterator[Parsed | Problem]:
             text.peek()
             line, offset = text.line, text.offset
             value, raw = text.element()
-            yield replace(_object(value, raw, line), offset=offset)
+            yield _object(value, raw, line, offset)
             if text.peek() == "]":
                 break
             text.expect(",")
@@ -221,12 +221,14 @@ class _ArrayText:
         self.counted = self.position
 
 
-def _object(value: Any, raw: str, line: int) -> Parsed | Problem:
+def _object(value: Any, raw: str, line: int, offset: int) -> Parsed | Problem:
     if not isinstance(value, dict):
-        return Problem("row_not_object", f"A row must be a JSON object, this is {_json_name(value)}.", line)
-    if "\\ud" in raw.lower() and not _is_encodable(value):
-        return Problem("dataset_bad_unicode", "A text holds half of a surrogate pair (\\ud800 to \\udfff): no UTF-8 can.", line)
-    return Parsed(line, value)
+        message = f"A row must be a JSON object, this is {_json_name(value)}."
+        return Problem("row_not_object", message, line, offset=offset)
+    if ("\\ud" in raw or "\\uD" in raw) and not _is_encodable(value):
+        message = "A text holds half of a surrogate pair (\\ud800 to \\udfff): no UTF-8 can."
+        return Problem("dataset_bad_unicode", message, line, offset=offset)
+    return Parsed(line, value, offset)
 
 
 def _is_encodable(value: Any) -> bool:

@@ -34,6 +34,7 @@ FIXES = {
     "no_messages": "Give a list of at least one message.",
     "not_readable": "Upload it again; a very large one in several files.",
     "no_trainable_turn": "Leave one answer without `weight`: 0.",
+    "not_trainable": "Change the row or spec.data, as the message says.",
     "row_not_object": "Write each row as a JSON object.",
     "row_too_large": "Split the row, or leave it out.",
     "several_data_files": "Upload each file on its own; join them first if they belong together.",

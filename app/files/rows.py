@@ -51,6 +51,9 @@ SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistan
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = {"role", "content", "thinking", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "weight"}
 THINKING_FIELDS = ("thinking", "reasoning_content", "reasoning")
+ASSISTANTS_FIELDS = {*THINKING_FIELDS, "tool_calls", "weight"}
+KINDS = {"messages": "messages", "chosen": "preference", "label": "label", "completion": "completion", "text": "text"}
+"""A key of the canonical form -> what kind of row has it, in this order."""
 
 
 class Unusable(Exception):
@@ -101,8 +104,7 @@ def prompt(messages: list[dict[str, Any]], path: str) -> list[Message]:
 
 def kind(row: dict[str, Any]) -> str:
     """Which of the canonical forms a row has."""
-    kinds = {"messages": "messages", "chosen": "preference", "label": "label", "completion": "completion", "text": "text"}
-    return next(kind for key, kind in kinds.items() if key in row)
+    return next(kind for key, kind in KINDS.items() if key in row)
 
 
 def check_method(row: dict[str, Any], method: str) -> None:
@@ -145,9 +147,11 @@ def _check_turns(messages: list[Message], path: str) -> None:
 def _message(message: Any, path: str) -> Message:
     if not isinstance(message, dict):
         raise Unusable("invalid_message", "A message must be an object with `role` and `content`.", path)
+    if message.keys() == {"role", "content"} and message["role"] in ROLES and _is_said(message["content"]):
+        return {"role": message["role"], "content": message["content"]}  # most messages: nothing else can be wrong
     given = {key: value for key, value in message.items() if value is not None}
-    unknown = next((key for key in given if key not in FIELDS), None)
-    if unknown is not None:
+    if not given.keys() <= FIELDS:
+        unknown = next(key for key in given if key not in FIELDS)
         text = f"Unknown field `{unknown[:80]}`: it would be lost. Allowed: {', '.join(sorted(FIELDS))}."
         raise Unusable("unknown_message_field", text, f"{path}.{unknown[:80]}")
     role = given.get("role")
@@ -161,6 +165,10 @@ def _message(message: Any, path: str) -> Message:
         return cleaned | _assistant_fields(given, path)
     _check_plain(given, path)
     return cleaned
+
+
+def _is_said(content: Any) -> bool:
+    return isinstance(content, str) and content != ""
 
 
 def _assistant_fields(given: Message, path: str) -> Message:
@@ -185,8 +193,8 @@ def _check_plain(given: Message, path: str) -> None:
     """A message that is not the assistant's must say something, in plain content."""
     if "content" not in given:
         raise Unusable("missing_content", "The message has no `content`.", f"{path}.content")
-    for name in (*THINKING_FIELDS, "tool_calls", "weight"):
-        if given.get(name) not in (None, "", []):
+    for name in sorted(given.keys() & ASSISTANTS_FIELDS):
+        if given[name] not in ("", []):
             raise Unusable("unknown_message_field", f"Only the assistant's messages may have `{name}`.", f"{path}.{name}")
 
 

@@ -100,6 +100,11 @@ def file_of_job(connection: Connection | Session, project_id: str, file_id: str)
     return _found(connection, select(*File.__table__.columns).where(File.project_id == project_id), file_id)
 
 
+def is_being_read(session: Session, file_id: str) -> bool:
+    """Whether nobody can say yet what an upload holds."""
+    return session.scalar(select(File.id).where(File.id == file_id, File.status == "uploaded")) is not None
+
+
 def _found(connection: Connection | Session, files: Select[Any], file_id: str) -> Row[Any]:
     file = connection.execute(files.where(File.id == file_id)).one_or_none()
     if file is None:

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
-from app import db, queue, storage
+from app import db, storage
 from app.errors import Conflict
 from app.files import dataset
 from app.ids import new_id
@@ -40,7 +40,6 @@ def _insert(session: Session, job: Row[Any], spec: TrainingSpec) -> str:
     also = ("integrations", "priority", "accelerator", "data_sha256")
     again = Job(
         id=new_id("ftjob-"),
-        status=validating.first_status(session, job.project_id, job.training_file, job.validation_file),
         spec=spec.model_dump(mode="json"),
         rerun_of=job.id,
         result_files=[],
@@ -48,10 +47,10 @@ def _insert(session: Session, job: Row[Any], spec: TrainingSpec) -> str:
         **waiting.requirements(spec),
         **{name: getattr(job, name) for name in copied + also},
     )
+    again.status = validating.first_status(session, again)
     session.add(again)
     session.flush()
     events.append(session, again.id, [NewEvent(f"Created fine-tuning job: {again.id}, which repeats {job.id}")])
-    queue.send_after_commit(session, "place")
     return again.id
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
 
-from app import db, queue
+from app import db
 from app.config import get_settings
 from app.db import now
 from app.errors import Conflict, InvalidRequest, NotFound
@@ -47,17 +47,13 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
     """
     body = continuation.spelled_out(session, project_id, body)
     _check_integrations(session, project_id, body.integrations)
-    skips = body.spec.data.on_bad_rows == "skip"
-    sources.check_data_source(session, project_id, body.training_file, "training_file", skips_bad_rows=skips)
-    if body.validation_file is not None:
-        sources.check_data_source(session, project_id, body.validation_file, "validation_file", skips_bad_rows=skips)
+    _check_data(session, project_id, body, skips_bad_rows=body.spec.data.on_bad_rows == "skip")
     spec = resolve_spec(session, body)
     check_quotas(session, project_id, spec)
     secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
     job = Job(
         id=new_id("ftjob-"),
         project_id=project_id,
-        status=validating.first_status(session, project_id, body.training_file, body.validation_file),
         model=body.model,
         training_file=body.training_file,
         validation_file=body.validation_file,
@@ -73,12 +69,27 @@ def create_job(session: Session, project_id: str, body: JobCreate) -> Job:
         result_files=[],
         answers=[],
     )
+    job.status = validating.first_status(session, job)
     session.add(job)
     session.flush()
     events.append(session, job.id, [NewEvent(f"Created fine-tuning job: {job.id}")])
-    queue.send_after_commit(session, "place")
     session.refresh(job)
     return job
+
+
+def spec_of(session: Session, project_id: str, body: JobCreate) -> TrainingSpec:
+    """The spec of a job that nobody creates, and whose files may have errors. Raises InvalidRequest as for a real one."""
+    body = continuation.spelled_out(session, project_id, body)
+    _check_data(session, project_id, body, skips_bad_rows=True)
+    spec = resolve_spec(session, body)
+    secrets_of_projects.require(session, project_id, spec.secrets.values(), "spec.secrets")
+    return spec
+
+
+def _check_data(session: Session, project_id: str, body: JobCreate, *, skips_bad_rows: bool) -> None:
+    sources.check_data_source(session, project_id, body.training_file, "training_file", skips_bad_rows=skips_bad_rows)
+    if body.validation_file is not None:
+        sources.check_data_source(session, project_id, body.validation_file, "validation_file", skips_bad_rows=skips_bad_rows)
 
 
 def cancel_job(project_id: str, job_id: str) -> None:
@@ -126,9 +137,8 @@ def resume_job(project_id: str, job_id: str) -> None:
         if job.status == Status.RUNNING and job.pause_requested_at is not None:
             raise Conflict(f"Job {job_id} is still pausing: resume it once it is paused.", code="job_pausing")
         if job.status == Status.PAUSED:
-            again = validating.first_status(session, project_id, job.training_file, job.validation_file)
+            again = validating.next_status(session, job)
             switch_status(session, job_id, again, NewEvent("Fine-tuning job resumed"), Job.status == Status.PAUSED)
-            queue.send_after_commit(session, "place")
         elif job.status == Status.FAILED:
             _begin_anew(session, job)
 
@@ -140,9 +150,7 @@ def _begin_anew(session: Session, job: Job) -> None:
     told = NewEvent("Fine-tuning job resumed after its failure", data={"error": job.error})
     forgotten = {"error": None, "finished_at": None, "cancel_requested_at": None, "pause_requested_at": None}
     changes = {"num_starts": 0, "run_seconds": 0.0, **forgotten}
-    again = validating.first_status(session, job.project_id, job.training_file, job.validation_file)
-    switch_status(session, job.id, again, told, Job.status == Status.FAILED, **changes)
-    queue.send_after_commit(session, "place")
+    switch_status(session, job.id, validating.next_status(session, job), told, Job.status == Status.FAILED, **changes)
 
 
 def require_sources(session: Session, job: Job | Row[Any], what: str) -> None:

@@ -53,6 +53,9 @@ class Job(Base):
     max_wait_s: Mapped[int | None]
     queued_at: Mapped[float] = mapped_column(default=now())
     """When it began to wait; again with each return to the queue."""
+    check_until: Mapped[float | None]
+    """Until then a node checks its rows; in the past, it waits for a node that does; NULL before and after."""
+    check_tries: Mapped[int] = mapped_column(default=0)
     reserved_at: Mapped[float | None]
     """Since when it is first in line and nodes are kept for it."""
     preempted_by: Mapped[str | None] = mapped_column(String(64))

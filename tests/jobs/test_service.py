@@ -166,7 +166,7 @@ class TestResources:
         with pytest.raises(InvalidRequest, match=there_is) as caught:
             create(project_id, spec={"resources": resources})
         assert caught.value.param == f"spec.resources.{next(iter(resources))}"
-        assert create(project_id, spec={"resources": resources | {"wait_for_nodes": True}}).status == "queued"
+        assert create(project_id, spec={"resources": resources | {"wait_for_nodes": True}}).status == "validating_files"
 
 
 class TestWhatGoesOutside:

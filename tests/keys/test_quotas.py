@@ -57,6 +57,7 @@ def upload(project_id: str) -> None:
 def test_a_job_beyond_what_may_run_at_once_waits_and_says_so(project_id: str, quota: dict[str, int], blocks: str) -> None:
     give(project_id, **quota)
     _, second = create(project_id), create(project_id)
+    factories.pass_checks()
     assert placement.place_all() == 1
     with db.write() as session:
         assert session.get_one(Wait, second).blocking_resource == blocks
@@ -77,6 +78,7 @@ class TestGpuHours:
     @pytest.fixture
     def job_id(self, project_id: str) -> str:
         job_id = create(project_id, ranks=4)
+        factories.pass_checks()
         placement.place_all()
         placement.claim(job_id, 1, 0, pid=1)
         with db.write() as session:

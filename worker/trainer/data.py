@@ -119,7 +119,7 @@ def tokenize_file(
         counts.rows_read += 1
         try:
             row = _parse(line)
-            fitting = _fit(tokenize_row(row, spec, tokenizer, chat, method), spec, counts, is_text="text" in row)
+            fitting = fit(tokenize_row(row, spec, tokenizer, chat, method), spec, counts, is_text="text" in row)
         except RowError as error:
             counts.rows_skipped += 1
             problems.append(f"line {number}: {error}")
@@ -231,11 +231,11 @@ def _tokenize(rendered: Rendered, tokenizer: PreTrainedTokenizerBase, *, add_spe
     encoded = tokenizer(rendered.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
     ids: list[int] = encoded["input_ids"]
     offsets: list[Span] = encoded["offset_mapping"]
-    trained = _touched(offsets, rendered.spans)
+    trained = touched(offsets, rendered.spans)
     return Tokens(ids, [token if touched else IGNORED for token, touched in zip(ids, trained, strict=True)])
 
 
-def _touched(offsets: list[Span], spans: list[Span]) -> Iterator[bool]:
+def touched(offsets: list[Span], spans: list[Span]) -> Iterator[bool]:
     """Which tokens hold a character of a span. Both lists run from left to right."""
     remaining = iter(spans)
     span = next(remaining, None)
@@ -245,7 +245,7 @@ def _touched(offsets: list[Span], spans: list[Span]) -> Iterator[bool]:
         yield span is not None and start < end and end > span[0]
 
 
-def _fit(row: Example, spec: DataSection, counts: Counts, *, is_text: bool) -> list[Example]:
+def fit(row: Example, spec: DataSection, counts: Counts, *, is_text: bool) -> list[Example]:
     """A row no longer than max_length, handled as the job says: none of it, itself, or its pieces."""
     if row.longest <= spec.max_length:
         return [row]
