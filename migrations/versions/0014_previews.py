@@ -6,8 +6,8 @@ from sqlalchemy.dialects import postgresql
 
 JSON = sa.JSON(none_as_null=True).with_variant(postgresql.JSONB(none_as_null=True), "postgresql")
 
-revision = "0013_previews"
-down_revision = "0012_webhooks"
+revision = "0014_previews"
+down_revision = "0013_audit_log"
 branch_labels = None
 depends_on = None
 
