@@ -55,10 +55,17 @@ class Reporter(TrainerCallback):
         self.last: Values = {}
         self.losses: list[float] = []
         self._tokens_seen = 0
-        self._seen_at = time.monotonic()
+        self._seen_at = self._began_at = time.monotonic()
+        self._step_time_s = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._seen_at = time.monotonic()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began_at = time.monotonic()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._step_time_s = time.monotonic() - self._began_at
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs["logs"]
@@ -67,7 +74,7 @@ class Reporter(TrainerCallback):
             return
         self.last |= values
         if "loss" in values:
-            values |= peak_memory(device(self.trainer))
+            values |= {"step_time_s": self._step_time_s} | peak_memory(device(self.trainer))
         if state.is_world_process_zero:
             line = self._append(state, values, logs.get("num_tokens"))
             # For the reporters that come after this one, and from a checkpoint for those of a later attempt.
@@ -291,13 +298,16 @@ def resume_point(workspace: Workspace, spec: TrainingSpec, fingerprint: str) -> 
 
 
 def peak_memory(where: torch.device) -> Values:
-    """The most memory that any rank has held so far, in GB."""
-    peaks = {"peak_memory_host_gb": host_peak_gb() * 1e9}
+    """The most memory that any rank has held so far, in GB, and under `..._min_gb` what the rank with the least has."""
+    peaks = {"peak_memory_host": host_peak_gb()}
     if where.type == "cuda":
-        peaks["peak_memory_gpu_allocated_gb"] = torch.cuda.max_memory_allocated(where)
-        peaks["peak_memory_gpu_reserved_gb"] = torch.cuda.max_memory_reserved(where)
-    highest = highest_over_ranks([float(value) for value in peaks.values()], where)
-    return {name: value / 1e9 for name, value in zip(peaks, highest, strict=True)}
+        peaks["peak_memory_gpu_allocated"] = torch.cuda.max_memory_allocated(where) / 1e9
+        peaks["peak_memory_gpu_reserved"] = torch.cuda.max_memory_reserved(where) / 1e9
+    own = list(peaks.values())
+    extremes = highest_over_ranks(own + [-value for value in own], where)
+    highest, lowest = extremes[: len(own)], [-value for value in extremes[len(own) :]]
+    names = [f"{name}_gb" for name in peaks] + [f"{name}_min_gb" for name in peaks]
+    return dict(zip(names, highest + lowest, strict=True))
 
 
 def highest_over_ranks(values: list[float], where: torch.device) -> list[float]:
