@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from app.config import get_settings
 from app.errors import InvalidRequest, NotFound
 from app.files import service as files
+from app.jobs.spec import longest_row
 
 MAX_LISTED = 20
 MAX_README_CHARACTERS = 65_536
@@ -47,13 +48,8 @@ def context_length(base: str) -> int | None:
     if not is_folder(base):
         return None
     try:
-        config = json.loads((Path(base) / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
-        trained = int(config["max_position_embeddings"])
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        scaled = rope.get("original_max_position_embeddings", trained) * rope.get("factor", 1)
-        return max(trained, int(scaled))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return longest_row(json.loads((Path(base) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return None
 
 

@@ -114,7 +114,12 @@ class AdapterSection(Section):
 class DataSection(Section):
     """How rows become tokens."""
 
-    max_length: int = Field(default=2048, ge=8, le=1_048_576, description="Longest row in tokens.")
+    max_length: int = Field(
+        default=2048,
+        ge=8,
+        le=1_048_576,
+        description="Longest row in tokens. No longer than the base model can read, whatever the default or the recipe.",
+    )
     on_long_rows: Literal["refuse", "skip", "truncate", "split"] = Field(
         default="truncate",
         description="A row over max_length: refuse the data set, skip the row (counted), cut its end (counted), or split plain "
@@ -446,6 +451,17 @@ def default_learning_rate(method: str, adapter: str | None) -> float:
     if method in PREFERENCE_METHODS:
         return FULL_PREFERENCE_RATE if adapter == "full" else LORA_PREFERENCE_RATE
     return FULL_LEARNING_RATE if adapter == "full" else LORA_LEARNING_RATE
+
+
+def longest_row(config: dict[str, Any]) -> int | None:
+    """The tokens that a model of this config.json reads at once, scaled positions counted; None where it does not say."""
+    try:
+        text = config.get("text_config") or config
+        trained = int(text["max_position_embeddings"])
+        rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        return max(trained, int(rope.get("original_max_position_embeddings", trained) * rope.get("factor", 1)))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _with_default(value: dict[str, Any], section: str, name: str, default: Any) -> dict[str, Any]:

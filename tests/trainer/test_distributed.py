@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
+from worker.trainer.trainers import Trainer
 from worker.workspace import Workspace, read_json, write_json
 
 from .conftest import EXPERTS, REPOSITORY, TIMEOUT_S, TORCHRUN, MakeWorkspace, exported, lines, losses, run, torchrun, verify
@@ -114,6 +115,18 @@ class TestSameNumbers:
         assert read_json(two.result)["trained_tokens"] == read_json(one.result)["trained_tokens"]
 
 
+def test_rows_that_do_not_fill_the_last_step_are_learned_from_once(
+    make_workspace: MakeWorkspace, llama: Path, run_here: Callable[[Workspace], Trainer]
+) -> None:
+    """Five rows, four a step."""
+    rows = tiny.chat_rows(5)
+    two = finished(make_workspace("two", llama, rows=rows, ranks=2))
+    one = make_workspace("one", llama, rows=rows, training={"per_device_train_batch_size": 4})
+    run_here(one)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-3)
+    assert read_json(two.result)["trained_tokens"] == read_json(one.result)["trained_tokens"]
+
+
 def test_evaluation_on_two_ranks_gives_the_loss_of_one(make_workspace: MakeWorkspace, llama: Path) -> None:
     """Five rows do not fill the batches of two ranks: what fills them up must not count."""
     found = []
@@ -126,6 +139,27 @@ def test_evaluation_on_two_ranks_gives_the_loss_of_one(make_workspace: MakeWorks
         finished(workspace, ranks)
         found.append(next(line["values"]["eval_loss"] for line in lines(workspace.metrics) if "eval_loss" in line["values"]))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("kto", "ddp"), ("orpo", "fsdp2")])
+def test_the_other_preference_methods_train_on_two_ranks_too(
+    make_workspace: MakeWorkspace, llama: Path, method: str, strategy: str
+) -> None:
+    workspace = make_workspace(
+        "w",
+        llama,
+        rows=tiny.labelled_rows(16) if method == "kto" else tiny.preference_rows(16),
+        method=method,
+        parallelism={"strategy": strategy, "nproc_per_node": 2},
+        training={"num_train_epochs": 1},
+    )
+    finished(workspace)
+    curve = losses(workspace)
+    assert list(curve) == [1, 2, 3, 4]
+    assert curve[4] < curve[1]
+    (in_the_data,) = (line["data"]["trained_tokens"] for line in lines(workspace.log) if "trained_tokens" in line["data"])
+    assert read_json(workspace.result)["trained_tokens"] == in_the_data
+    assert any(value.any() for name, value in exported(workspace).items() if "lora_B" in name)
 
 
 class TestResume:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from app.jobs.spec import DataSection
+from app.jobs.spec import DataSection, TrainingSpec
 from tests import tiny
 from worker.trainer.data import tokenize_file
 from worker.trainer.failures import TrainerError
 from worker.trainer.preferences import Pair
+from worker.trainer.train import num_repeated
 from worker.trainer.trainers import Trainer
 from worker.workspace import Workspace, read_json
 
@@ -97,6 +98,15 @@ def test_accumulation_does_not_change_the_loss_of_pairs(make_workspace: MakeWork
         return list(losses(workspace).values())
 
     assert run("split", 2, 4) == pytest.approx(run("whole", 8, 1), rel=1e-3)
+
+
+@pytest.mark.parametrize(("method", "ranks", "repeated"), [("dpo", 2, [1, 0, 3, 0]), ("dpo", 1, [0] * 4), ("cpt", 2, [0] * 4)])
+def test_rows_that_are_repeated_so_that_all_ranks_have_as_many_are_counted(
+    method: str, ranks: int, repeated: list[int]
+) -> None:
+    sections = {"parallelism": {"nproc_per_node": ranks}, "training": {"per_device_train_batch_size": 2}}
+    spec = TrainingSpec.model_validate({"method": method, **sections})
+    assert [num_repeated(spec, rows) for rows in (3, 4, 5, 8)] == repeated
 
 
 class TestRefusals:

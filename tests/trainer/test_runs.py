@@ -110,6 +110,18 @@ class TestLearning:
         assert evaluations[16]["eval_loss"] < evaluations[8]["eval_loss"]
         assert set(evaluations[16]) == {"eval_loss", "eval_mean_token_accuracy", "eval_entropy"}
 
+    def test_rows_are_no_longer_than_the_model_reads_and_that_is_told(
+        self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere
+    ) -> None:
+        text = "Die Hauptstadt von Frankreich ist Paris. " * 100
+        rows = [{"text": text}, {"text": "short"}]
+        workspace = make_workspace("w", llama, rows=rows, data={"max_length": 2048}, training={"max_steps": 1})
+        run_here(workspace)
+        told = {line["message"]: line["data"] for line in lines(workspace.log)}
+        assert told["data.max_length is 512, not 2048: the base model reads no more tokens at once"]["max_length"] == 512
+        assert next(data for data in told.values() if "longest_row" in data)["longest_row"] == 512
+        assert "train: row cut to data.max_length (1 times)" in told
+
     def test_one_step_learns_something(self, make_workspace: MakeWorkspace, llama: Path, run_here: RunHere) -> None:
         workspace = make_workspace("w", llama, training={"max_steps": 1, "warmup_ratio": 0.5})
         run_here(workspace)

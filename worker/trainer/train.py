@@ -20,7 +20,7 @@ import datasets
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from app.jobs.spec import TrainingSpec
+from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, longest_row
 from worker.trainer.callbacks import (
     Checkpoint,
     Checkpoints,
@@ -58,6 +58,7 @@ def train(workspace: Workspace) -> Trainer:
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
     tokenizer = load_tokenizer(spec)
+    spec = within_context(spec, workspace)
     data = load_data(workspace, spec, tokenizer)
     repeats = has_finished(workspace)
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
@@ -97,6 +98,17 @@ def train(workspace: Workspace) -> Trainer:
     return trainer
 
 
+def within_context(spec: TrainingSpec, workspace: Workspace) -> TrainingSpec:
+    """The spec, with no longer rows than the base model reads: a default or a recipe knows nothing of it."""
+    context = longest_row(load_config(spec.model).to_dict())
+    if context is None or spec.data.max_length <= context:
+        return spec
+    if is_first_rank():
+        told = f"data.max_length is {context}, not {spec.data.max_length}: the base model reads no more tokens at once"
+        append_line(workspace.log, LogLine(told, "warn", {"max_length": context}))
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": context})})
+
+
 def has_finished(workspace: Workspace) -> bool:
     """Whether a run came to its end here before: then this one is a repetition from the start."""
     return workspace.result.exists() and read_json(workspace.result)["outcome"] == "finished"
@@ -126,6 +138,11 @@ def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: 
         log(workspace, f"{split}: {counts.rows_used} of {counts.rows_read} rows used", split=split, **vars(counts))
         for warning, times in counts.warnings.items():
             append_line(workspace.log, LogLine(f"{split}: {warning} ({times} times)", "warn", {"times": times}))
+    if repeated := num_repeated(spec, len(data.train)):
+        told = (
+            f"{repeated} row(s) are repeated in every epoch, as {len(data.train)} rows do not fill the batches of {ranks} ranks"
+        )
+        append_line(workspace.log, LogLine(told, "warn", {"repeated_rows": repeated}))
     model = trainer.accelerator.unwrap_model(trainer.model)
     log(
         workspace,
@@ -139,6 +156,13 @@ def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: 
     )
     if checkpoint is not None:
         log(workspace, f"resumed from the checkpoint at step {checkpoint.step}", step=checkpoint.step)
+
+
+def num_repeated(spec: TrainingSpec, num_rows: int) -> int:
+    """Rows that fill up the last batches of an epoch, where ranks learn from them: supervised ones do not."""
+    if spec.method not in PREFERENCE_METHODS or spec.world_size == 1:
+        return 0
+    return -num_rows % (spec.training.per_device_train_batch_size * spec.world_size)
 
 
 def log(workspace: Workspace, message: str, **data: object) -> None:

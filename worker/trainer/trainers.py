@@ -1,10 +1,10 @@
 """TRL's trainers, each taught three things: to take our tokens as they are, to count what carried loss, to agree over ranks."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
-from datasets import Dataset
 from torch import nn
 from torch.nn import functional
 from trl.experimental.orpo import ORPOTrainer
@@ -24,6 +24,8 @@ class Trainer(transformers.Trainer):
     """Tokens that carried loss since the job's first step, over all ranks."""
     padding_free = False
     aux_loss_enabled = False
+    _num_batches = 0
+    """Of this rank in this epoch."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """torch takes cpu:1 for another device than cpu: moving there would copy what the ranks of a host map and share."""
@@ -33,8 +35,11 @@ class Trainer(transformers.Trainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers asks only after a step whether to stop: a run that had stopped early, or had made its last step and
         was killed while it handed over its result, would make one more."""
-        if not self.control.should_training_stop and self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            return
+        goes_on = kwargs["epoch"] == kwargs["epochs_trained"]
+        self._num_batches = kwargs["steps_trained_in_current_epoch"] if goes_on else 0
+        super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
         """The batches of one step, counted before they are trained on."""
@@ -46,6 +51,13 @@ class Trainer(transformers.Trainer):
         """Add what a step trains on."""
         raise NotImplementedError
 
+    def num_own_rows(self, dataset: Any, num_batches: int, size: int) -> int:
+        """Rows of this rank's batch after `num_batches` others that are not repeated: ranks get batches in turn, and the last
+        ones are filled up with rows of the first."""
+        position = num_batches * self.accelerator.num_processes + self.accelerator.process_index
+        left: int = len(dataset) - position * size
+        return max(0, min(size, left))
+
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Each value's sum over all ranks; every rank must ask."""
         tensor = torch.tensor([values], dtype=torch.float64, device=self.accelerator.device)
@@ -54,6 +66,16 @@ class Trainer(transformers.Trainer):
 
 class SupervisedTrainer(Trainer, SFTTrainer):
     """Supervised fine-tuning and continued pretraining. Its losses are per trained token, in training and in evaluation."""
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], *args: Any, **kwargs: Any) -> tuple[list[Batch], Any]:
+        """The batches of one step, without loss on the rows that only fill up the last ones of an epoch."""
+        return super().get_batch_samples(map(self._without_repeated, epoch_iterator), *args, **kwargs)
+
+    def _without_repeated(self, batch: Batch) -> Batch:
+        num_rows = self.num_own_rows(self.train_dataset, self._num_batches, int(self.args.train_batch_size))
+        self._num_batches += 1
+        forget_beyond(batch, num_rows)
+        return batch
 
     def count(self, batches: list[Batch], num_items: Any) -> None:
         """TRL's count divides the loss, so ours is the very number of labels that were trained on, over all ranks."""
@@ -70,7 +92,7 @@ class SupervisedTrainer(Trainer, SFTTrainer):
         return output
 
     def prediction_step(self, model: Any, inputs: Batch, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        num_rows = self._num_own_rows()
+        num_rows = self.num_own_rows(self.eval_dataset, self._eval_batches, int(self.args.eval_batch_size))
         self._eval_batches += 1
         own = first_rows(inputs, num_rows)
         result = super().prediction_step(model, own or inputs, prediction_loss_only, ignore_keys)
@@ -80,26 +102,33 @@ class SupervisedTrainer(Trainer, SFTTrainer):
             self._eval_tokens += num_tokens
         return result
 
-    def _num_own_rows(self) -> int:
-        """Rows of this evaluation batch that are not repeated: ranks get batches in turn, the last ones are filled up."""
-        assert isinstance(self.eval_dataset, Dataset)
-        position = self._eval_batches * self.accelerator.num_processes + self.accelerator.process_index
-        size = int(self.args.eval_batch_size)
-        left: int = len(self.eval_dataset) - position * size
-        return max(0, min(size, left))
-
 
 def first_rows(inputs: Batch, num_rows: int) -> Batch:
     """The first rows of a batch, padded or packed; empty where there are none."""
     if num_rows <= 0:
         return {}
-    positions = inputs.get("position_ids")
-    if positions is None:
+    if "position_ids" not in inputs:
         return {name: value[:num_rows] for name, value in inputs.items()}
-    starts = (positions[0] == 0).nonzero().flatten().tolist()
+    starts = _starts(inputs)
     if num_rows >= len(starts):
         return inputs
     return {name: inputs[name][:, : starts[num_rows]] for name in ("input_ids", "labels", "position_ids")}
+
+
+def forget_beyond(batch: Batch, num_rows: int) -> None:
+    """Take the loss off all rows of a batch, padded or packed, but the first."""
+    if "position_ids" not in batch:
+        batch["labels"][num_rows:] = IGNORED
+        return
+    starts = _starts(batch)
+    if num_rows < len(starts):
+        batch["labels"][:, starts[num_rows] :] = IGNORED
+
+
+def _starts(batch: Batch) -> list[int]:
+    """Where the rows of a packed batch begin."""
+    found: list[int] = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    return found
 
 
 class PreferenceTrainer(Trainer):
