@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 
+import anyio
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from app import db
+from app import db, limits
 from app.audit import service as audit
 from app.audit.tables import Entry
 from app.config import get_settings
@@ -26,7 +27,9 @@ from app.keys.service import Caller
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 
 
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 READING = ("GET", "HEAD")
+IDLE_BODY_S = 60.0
 MAX_BODY_BYTES = 8 * 1024**2  # of anything but an upload: a spec with its longest chat template and prompts fits well
 
 
@@ -42,14 +45,19 @@ class KeyedRoute(APIRoute):
     def max_body_bytes(self) -> int:
         return MAX_BODY_BYTES
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
 
         async def handle_with_key(request: Request) -> Response:
             caller = await run_in_threadpool(_authenticate, request)
             _require_scope(caller, scopes.needed(self.area, request.method))
             request.state.project_id, request.state.key_id = caller.project_id, caller.key_id
-            response = await handle(Request(request.scope, _limited(request, self.max_body_bytes)))
+            headers = await run_in_threadpool(limits.count_request, caller.key_id)
+            limited = Request(request.scope, _limited(request, self.max_body_bytes))
+            if _asks_for_stream(request):
+                return await _counted(handle, limited, caller.key_id)
+            response = await handle(limited)
+            response.headers.update(headers)
             return response if request.method in READING else _Recorded(response, self._entry(caller, request, response))
 
         return handle_with_key
@@ -75,6 +83,29 @@ class _Recorded(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await run_in_threadpool(audit.record, self.entry)
         await self.response(scope, receive, send)
+
+
+async def _counted(handle: Handler, request: Request, key_id: str) -> Response:
+    """A stream, counted among those that its key has open until it ends. Raises RateLimited for one too many."""
+    limits.open_stream(key_id)
+    try:
+        return _Counted(await handle(request), key_id)
+    except BaseException:
+        limits.close_stream(key_id)
+        raise
+
+
+class _Counted(Response):
+    """A stream that is counted until it ends."""
+
+    def __init__(self, response: Response, key_id: str) -> None:
+        self.response, self.key_id = response, key_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.response(scope, receive, send)
+        finally:
+            limits.close_stream(self.key_id)
 
 
 class ModelRoute(KeyedRoute):
@@ -104,14 +135,26 @@ KeyId = Annotated[str, Depends(_key_id)]
 """Which key of the project asks. A route that takes it takes the project, too."""
 
 
+def _asks_for_stream(request: Request) -> bool:
+    follows = "text/event-stream" in request.headers.get("accept", "") or "follow" in request.query_params
+    return request.method == "GET" and follows
+
+
 def _limited(request: Request, limit: int) -> Receive:
-    """The request's body, cut off with 413 where it passes the limit: at once if it says its length."""
+    """The request's body, cut off with 413 where it passes the limit: at once if it says its length; with 408 where it stops
+    coming, as when a client has lost its power: nothing is kept for it."""
+    is_whole = False
     length, received = request.headers.get("content-length", ""), 0
     announced = int(length) if length.isdecimal() else 0
 
     async def receive() -> Message:
-        nonlocal received
-        message = await request.receive() if announced <= limit else {}
+        nonlocal received, is_whole
+        message: Message = {}
+        with anyio.move_on_after(None if is_whole else IDLE_BODY_S) as waiting:
+            message = await request.receive() if announced <= limit else {}
+        if waiting.cancelled_caught:
+            raise HTTPException(408, f"No part of the body came for {IDLE_BODY_S:g} seconds.")
+        is_whole = not message.get("more_body", False)
         received += len(message.get("body", b""))
         if max(announced, received) > limit:
             # Not one of our errors: FastAPI lets only this class through from where it reads a body.

@@ -58,6 +58,12 @@ class Settings(BaseSettings):
     )
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1, description="Largest file an upload may have.")
 
+    requests_per_minute: int = Field(
+        default=6000, ge=0, description="Requests that one API key may send in a minute, to all API processes; 0: no limit."
+    )
+    max_open_streams: int = Field(
+        default=500, ge=0, description="Event and log streams that one API key may have open at once, per API process."
+    )
     outbound_allowed_hosts: list[str] = Field(
         default=[],
         description="Hosts that webhooks may reach though they are not public: names, addresses or networks such as "
@@ -173,6 +179,11 @@ class Settings(BaseSettings):
     @property
     def resolved_broker_url(self) -> str:
         return self.broker_url or f"redis+socket://{self.broker_socket}"
+
+    @property
+    def broker_as_redis(self) -> str:
+        """The broker's URL as the Redis client reads it; Celery has a scheme of its own for sockets."""
+        return self.resolved_broker_url.replace("redis+socket://", "unix://", 1)
 
     @property
     def resolved_storage_url(self) -> str:

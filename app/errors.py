@@ -7,6 +7,7 @@ TuneyardError           400 invalid_request_error
 |- NotFound             404
 |- Conflict             409, never retried by the SDK
 |- TooLarge             413
+|- RateLimited          429, with Retry-After
 |- QuotaExceeded        429, never retried by the SDK
 |- Unavailable          503, with Retry-After
 `- DiskFull             507, never retried by the SDK
@@ -93,6 +94,22 @@ class QuotaExceeded(TuneyardError):
     @property
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "false"}
+
+
+class RateLimited(TuneyardError):
+    """Too much at once for one key; the same call later will do."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: int, more_headers: dict[str, str] | None = None) -> None:
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
+        self.more_headers = more_headers or {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after_s), **self.more_headers}
 
 
 class Unavailable(TuneyardError):

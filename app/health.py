@@ -47,9 +47,10 @@ def _database_answers() -> bool:
 
 
 def _broker_answers() -> bool:
-    url = get_settings().resolved_broker_url.replace("redis+socket://", "unix://", 1)
     # The client's own retries take seconds; the caller of a readiness check comes back anyway.
-    client = Redis.from_url(url, socket_connect_timeout=0.5, socket_timeout=1, retry=Retry(NoBackoff(), 0))
+    client = Redis.from_url(
+        get_settings().broker_as_redis, socket_connect_timeout=0.5, socket_timeout=1, retry=Retry(NoBackoff(), 0)
+    )
     try:
         return bool(client.ping())
     except (RedisError, OSError):
