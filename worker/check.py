@@ -56,9 +56,10 @@ def check(project_id: str, source: str, param: str, spec: TrainingSpec) -> tuple
 
     Raises TrainerError where the model has no tokenizer: the trainer says so too, and a Hub that is away may come back.
     """
-    from worker.trainer.model import load_tokenizer  # torch reads the environment when it is imported
+    from worker.trainer.model import load_tokenizer, within_context  # torch reads the environment when it is imported
     from worker.trainer.preview import Preview
 
+    spec = within_context(spec)
     report, tokenized = dataset.Report(), Preview(spec, load_tokenizer(spec), ())
     try:
         for found in rows_of(source, param, project_id):

@@ -60,11 +60,11 @@ def main() -> None:
 def look(preview: Question | TableRow[Any], spec: TrainingSpec) -> dict[str, Any]:
     """The answer to a question; TuneyardError where the model has no tokenizer that can be used."""
     from worker.trainer.failures import TrainerError  # torch reads the environment when it is imported
-    from worker.trainer.model import load_tokenizer
+    from worker.trainer.model import load_tokenizer, within_context
     from worker.trainer.preview import Preview
 
     try:
-        tokenizer = load_tokenizer(spec)
+        tokenizer, spec = load_tokenizer(spec), within_context(spec)
     except TrainerError as error:
         failure = error.failure
         raise TuneyardError(failure.message, code=failure.code, param=failure.param) from error

@@ -114,7 +114,7 @@ class TestWaiting:
 
 class TestVerdict:
     def verdict(self, project_id: str, model: Path, name: str, on_bad_rows: str = "refuse", **spec: Any) -> Any:
-        data = {"max_length": 512, "on_bad_rows": on_bad_rows}
+        data = {"max_length": 2048, "on_bad_rows": on_bad_rows}  # the model reads 512
         resolved = TrainingSpec.model_validate({"model": {"name_or_path": str(model)}, "data": data, **spec})
         return checker.check(project_id, upload(project_id, name), "training_file", resolved)
 

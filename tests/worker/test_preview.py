@@ -39,7 +39,7 @@ def upload(project_id: str, *rows: Any) -> str:
 
 def look(project_id: str, model: Path | str, file_id: str, *lines: int, **more: Any) -> PreviewResult:
     """The whole way of a question through the process that answers it, as the API shows the answer."""
-    spec = TrainingSpec.model_validate({"model": {"name_or_path": str(model)}, "data": {"max_length": 512}})
+    spec = TrainingSpec.model_validate({"model": {"name_or_path": str(model)}})  # the model reads 512 tokens at once
     preview = Preview(
         project_id=project_id, file_id=file_id, lines=list(lines), spec={}, validation_file=more.get("validation")
     )

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils.quantization_config import BitsAndBytesConfig, Mxfp4Config
 
-from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec
+from app.jobs.spec import AdapterSection, ModelSection, TrainingSpec, longest_row
 from worker.trainer import expert_lora, row_attention
 from worker.trainer.dequantized import cached_copy
 from worker.trainer.failures import TrainerError
@@ -103,6 +103,14 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         raise _not_loadable(model, error) from error
     return config
+
+
+def within_context(spec: TrainingSpec) -> TrainingSpec:
+    """The spec, with no longer rows than the base model reads: a default or a recipe knows nothing of it."""
+    context = longest_row(load_config(spec.model).to_dict())
+    if context is None or spec.data.max_length <= context:
+        return spec
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": context})})
 
 
 def is_mxfp4(config: PreTrainedConfig) -> bool:

@@ -20,7 +20,7 @@ import datasets
 import transformers
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec, longest_row
+from app.jobs.spec import PREFERENCE_METHODS, TrainingSpec
 from worker.trainer.callbacks import (
     Checkpoint,
     Checkpoints,
@@ -38,7 +38,15 @@ from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
 from worker.trainer.failures import NOW, record_failure, reserve_room
 from worker.trainer.methods import build_trainer
-from worker.trainer.model import adapted_kinds, initial_weights, is_mxfp4, load_config, load_model, load_tokenizer
+from worker.trainer.model import (
+    adapted_kinds,
+    initial_weights,
+    is_mxfp4,
+    load_config,
+    load_model,
+    load_tokenizer,
+    within_context,
+)
 from worker.trainer.space import require_space
 from worker.trainer.trackers import add_trackers
 from worker.trainer.trainers import Trainer
@@ -58,7 +66,7 @@ def train(workspace: Workspace) -> Trainer:
 
     # Data first: ranks wait for it by looking at the disk, and no process group is there yet to time out.
     tokenizer = load_tokenizer(spec)
-    spec = within_context(spec, workspace)
+    asked, spec = spec, within_context(spec)
     data = load_data(workspace, spec, tokenizer)
     repeats = has_finished(workspace)
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
@@ -80,6 +88,10 @@ def train(workspace: Workspace) -> Trainer:
     require_space(workspace, spec, model)
     if is_first_rank():
         log_start(workspace, spec, trainer, data, checkpoint)
+        if spec != asked:
+            longest = spec.data.max_length
+            told = f"data.max_length is {longest}, not {asked.data.max_length}: the base model reads no more tokens at once"
+            append_line(workspace.log, LogLine(told, "warn", {"max_length": longest}))
 
     if checkpoint is not None:
         trainer.num_trained_tokens = checkpoint.marker()["trained_tokens"]
@@ -96,17 +108,6 @@ def train(workspace: Workspace) -> Trainer:
     if is_first_rank():
         write_json(workspace.result, result(trainer, reporter, stopped=stopper.stopped))
     return trainer
-
-
-def within_context(spec: TrainingSpec, workspace: Workspace) -> TrainingSpec:
-    """The spec, with no longer rows than the base model reads: a default or a recipe knows nothing of it."""
-    context = longest_row(load_config(spec.model).to_dict())
-    if context is None or spec.data.max_length <= context:
-        return spec
-    if is_first_rank():
-        told = f"data.max_length is {context}, not {spec.data.max_length}: the base model reads no more tokens at once"
-        append_line(workspace.log, LogLine(told, "warn", {"max_length": context}))
-    return spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": context})})
 
 
 def has_finished(workspace: Workspace) -> bool:
