@@ -13,6 +13,7 @@ Victim = Literal["api", "control", "node", "host", "supervisor", "trainer", "bro
 JOBS_PER_FAULT: dict[Victim, int] = {"supervisor": 8, "trainer": 8, "node": 12, "api": 20, "control": 20, "host": 40}
 SECONDS_PER_JOB = 1.5
 REAL_STEPS = 6
+LONG_STORM = 50  # jobs
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def draw(seed: int, num_jobs: int, *, lease_s: float, embedded: bool = False) ->
     paused = set(dice.sample(good, max(1, num_jobs // 20)))  # one that had failed by then would be resumed, and fail again
     jobs = [_job(dice, number, kind, seconds / num_jobs) for number, kind in enumerate(kinds)]
     jobs = [_with_wishes(dice, job, job.number in cancelled, job.number in paused, seconds) for job in jobs]
-    faults = _kills(dice, num_jobs, seconds, lease_s) + _outages(dice, seconds, lease_s, embedded=embedded)
+    faults = _kills(dice, num_jobs, seconds, lease_s) + _outages(dice, num_jobs, seconds, lease_s, embedded=embedded)
     return Plan(seed, jobs, sorted(faults, key=lambda fault: fault.at), seconds)
 
 
@@ -99,8 +100,8 @@ def _kills(dice: random.Random, num_jobs: int, seconds: float, lease_s: float) -
     ]
 
 
-def _outages(dice: random.Random, seconds: float, lease_s: float, *, embedded: bool) -> list[Fault]:
-    """Two of each, apart; the second of the database outlasts the lease."""
+def _outages(dice: random.Random, num_jobs: int, seconds: float, lease_s: float, *, embedded: bool) -> list[Fault]:
+    """Two of each, apart; in a long storm the second of the database outlasts the lease."""
     if embedded:
         outages: list[tuple[Victim, float, float]] = [
             ("broker", 0.2, 0),
@@ -109,5 +110,6 @@ def _outages(dice: random.Random, seconds: float, lease_s: float, *, embedded: b
             ("service", 0.8, 3),
         ]
     else:
-        outages = [("broker", 0.15, 4), ("database", 0.3, 3), ("broker", 0.5, 8), ("database", 0.65, 1.2 * lease_s)]
+        longest_s = 1.2 * lease_s if num_jobs >= LONG_STORM else 5
+        outages = [("broker", 0.15, 4), ("database", 0.3, 3), ("broker", 0.5, 8), ("database", 0.65, longest_s)]
     return [Fault(seconds * (at + dice.uniform(0, 0.1)), victim, 0, down_s) for victim, at, down_s in outages]
