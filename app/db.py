@@ -28,6 +28,7 @@ POSTGRESQL_TIMEOUTS = {
 }
 AWAY = (OperationalError, PoolTimeoutError)
 """What a database that cannot be reached now raises."""
+POOL_SIZE = 10  # 5 to 10 connections a process gave the best rate (docs/design.md); more only wait in the server
 READ_ONLY = {"tuneyard_read_only": True}
 # None is SQL NULL, never JSON's null: `IS NULL` finds it.
 Json = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
@@ -76,7 +77,7 @@ def make_engine(url: str) -> Engine:
     # 5 to 10 connections a process gave the best rate (docs/design.md); more only wait in the server.
     is_postgresql = make_url(url).get_backend_name() == "postgresql"
     limits = POSTGRESQL_TIMEOUTS if is_postgresql else {}
-    engine = create_engine(url, pool_size=10, max_overflow=0, pool_timeout=10, pool_pre_ping=True, connect_args=limits)
+    engine = create_engine(url, pool_size=POOL_SIZE, max_overflow=0, pool_timeout=10, pool_pre_ping=True, connect_args=limits)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", _sqlite_connect)
         event.listen(engine, "begin", _sqlite_begin)

@@ -4,6 +4,7 @@ import errno
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import httpx2
 import openai
 import pytest
@@ -13,6 +14,7 @@ from starlette.testclient import TestClient
 
 from app import auth
 from app.main import create_app
+from tests import factories
 from tests.conftest import Live, configured
 
 JOBS = "/v1/fine_tuning/jobs"
@@ -172,6 +174,24 @@ class TestKeys:
         with sdk, pytest.raises(openai.AuthenticationError) as caught:
             sdk.models.list()
         assert next(iter(names)) in (caught.value.code or "")
+
+
+class TestCrowds:
+    @pytest.mark.anyio
+    async def test_many_more_calls_at_once_than_connections_are_all_answered(self, live: Live) -> None:
+        job_id = factories.create_job(live.project_id)
+        limits = httpx2.Limits(max_connections=150)
+        async with httpx2.AsyncClient(base_url=live.url, headers=live.headers, limits=limits, timeout=60) as http:
+            paths = [f"{JOBS}/{job_id}/events", JOBS, "/v1/files"] * 50
+            answers: list[int] = []
+
+            async def ask(path: str) -> None:
+                answers.append((await http.get(path)).status_code)
+
+            async with anyio.create_task_group() as tasks:
+                for path in paths:
+                    tasks.start_soon(ask, path)
+        assert answers == [200] * len(paths)
 
 
 class TestHealth:
