@@ -95,11 +95,14 @@ def _run_to_end(run: Run, placement: Placement, workspace: Workspace, heartbeat:
         return outcome
     except (Stopped, JobFailed) as ending:
         return ending
-    except OUTAGES as error:
-        log.warning("database or storage went away", exc_info=True)
+    except db.AWAY as error:
+        log.warning("the database went away", exc_info=True)
+        return Stopped("unreachable", f"The database failed ({type(error).__name__})")
+    except OSError as error:
+        log.warning("storage went away", exc_info=True)
         if _is_disk_full(error):
             return JobFailed("disk_full", "The node's disk or the storage is full: free space, then run the job again.")
-        return Stopped("outage", f"Database or storage failed ({type(error).__name__})")
+        return Stopped("outage", f"Storage failed ({type(error).__name__})")
     except Exception as error:
         log.exception("the supervisor failed")
         return JobFailed("internal_error", f"The service failed while it ran the job: {type(error).__name__}.")
@@ -341,7 +344,7 @@ def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
             return _losing(run, why or "The node is shutting down", counts=False)
         case "unreachable":
             # No fault of the job: were it counted, three outages would end every job there is.
-            return _losing(run, "The node could not reach the database for too long", counts=False)
+            return _losing(run, why or "The node could not reach the database for too long", counts=False)
         case "outage":
             return _losing(run, why)
         case "crashed":

@@ -12,6 +12,7 @@ from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
 from app import db
+from app.config import get_settings
 from app.jobs.tables import Job
 from app.keys import service as keys
 from app.nodes import service as nodes
@@ -90,6 +91,25 @@ def test_the_trainers_last_lines_wait_for_a_database_that_is_away(
 
 def test_an_outage_of_the_database_is_no_failed_try(run: Run) -> None:
     supervisor._write_end(run, supervisor._end_of(run, Stopped("unreachable")))
+    with db.write() as session:
+        job = session.get_one(Job, run.job_id)
+        assert (job.status, job.num_starts) == ("queued", 0)
+
+
+def test_nor_is_one_while_the_result_is_handed_over_not_even_of_the_last_try(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restarting(*_: object) -> None:
+        raise OperationalError("SELECT", {}, Exception("the database system is shutting down"))
+
+    monkeypatch.setenv("TUNEYARD_MAX_ATTEMPTS", "1")
+    get_settings.cache_clear()
+    monkeypatch.setattr(supervisor, "_work", restarting)
+    placement: Any = None
+    workspace = Workspace(tmp_path)
+    with Heartbeat(run, workspace) as heartbeat:
+        ending = supervisor._run_to_end(run, placement, workspace, heartbeat)
+    supervisor._write_end(run, supervisor._end_of(run, ending))
     with db.write() as session:
         job = session.get_one(Job, run.job_id)
         assert (job.status, job.num_starts) == ("queued", 0)
