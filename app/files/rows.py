@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from app.files.parsing import exact_json
+
 Message = dict[str, Any]
 
 FORMS = {
@@ -162,16 +164,16 @@ def _message(message: Any, path: str) -> Message:
         if name in given:
             cleaned[name] = _string(given[name], f"{path}.{name}")
     if role == "assistant":
-        return cleaned | _assistant_fields(given, path)
+        return cleaned | _assistant_fields(given, cleaned["content"], path)
     _check_plain(given, path)
     return cleaned
 
 
 def _is_said(content: Any) -> bool:
-    return isinstance(content, str) and content != ""
+    return isinstance(content, str) and content.strip() != ""
 
 
-def _assistant_fields(given: Message, path: str) -> Message:
+def _assistant_fields(given: Message, content: str, path: str) -> Message:
     fields: Message = {}
     thinking = {name: _string(given[name], f"{path}.{name}") for name in THINKING_FIELDS if name in given}
     if len(set(thinking.values())) > 1:
@@ -184,7 +186,7 @@ def _assistant_fields(given: Message, path: str) -> Message:
         if given["weight"] not in (0, 1):
             raise Unusable("invalid_weight", "`weight` must be 0 or 1.", f"{path}.weight")
         fields["weight"] = int(given["weight"])
-    if not given.get("content") and not fields.get("tool_calls") and not fields.get("thinking"):
+    if not content.strip() and not fields.get("tool_calls") and not fields.get("thinking"):
         raise Unusable("empty_assistant_turn", "The assistant says nothing: there is nothing to learn.", path)
     return fields
 
@@ -212,9 +214,10 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # Templates print arguments as JSON: a text would come out as quoted, escaped JSON, and be learned so.
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise Unusable("invalid_tool_arguments", "The arguments are not JSON.", f"{path}.function.arguments") from None
+            arguments = exact_json(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            message = f"The arguments are not JSON: {str(error)[:80]}."
+            raise Unusable("invalid_tool_arguments", message, f"{path}.function.arguments") from None
     if not isinstance(arguments, dict):
         raise Unusable("invalid_tool_arguments", "The arguments must be an object.", f"{path}.function.arguments")
     return {**call, "type": call.get("type", "function"), "function": function | {"arguments": arguments}}
