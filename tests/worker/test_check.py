@@ -1,5 +1,6 @@
 """A job's rows are checked for its model and spec before it takes GPUs."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,20 @@ class TestWaiting:
         with db.write() as session:
             nodes.register(session, NodeReport("cpu-node", "10.0.0.2", "cpu", 1, [], {}))
         assert job(create(project_id, accelerator="cpu")).status == "queued"
+
+
+@pytest.mark.slow
+def test_the_process_that_checks_ends_a_job_that_cannot_learn(project_id: str, model: Path) -> None:
+    spec = TrainingSpec.model_validate({"data": {"max_length": 512}, "model": {"name_or_path": str(model)}})
+    waiting = {"status": "validating_files", "accelerator": "gpu", "check_until": 0.0, "spec": spec.model_dump(mode="json")}
+    file_id = upload(project_id, "A09b_prompt_over_max_one.jsonl")
+    job_id = factories.create_job(project_id, training_file=file_id, **waiting)
+    claimed = validating.claim_check()
+    assert claimed is not None
+    checker.run(claimed, threading.Event())
+    failed = job(job_id)
+    assert failed.error is not None
+    assert (failed.status, failed.error["code"]) == ("failed", "invalid_training_file")
 
 
 class TestVerdict:
