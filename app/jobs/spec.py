@@ -60,7 +60,9 @@ class ModelSection(Section):
         description="Type of the base weights in memory. bfloat16 halves the memory of float32; LoRA weights stay float32.",
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
-        default="auto", description="Attention implementation. `auto` takes the fastest the model supports on the hardware."
+        default="auto",
+        description="Attention implementation. `auto` takes the fastest the model supports on the hardware. "
+        "gpt-oss's `eager` attends packed rows one by one, and a job's events call that `by_row`.",
     )
 
 
