@@ -1,6 +1,7 @@
 """What must hold when a storm is over: each violation in words. Training is judged by the workspaces, not by the database."""
 
 import itertools
+import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,8 +102,9 @@ def _evidence(connection: Connection, fleet: Fleet, plan: JobPlan, row: Row[Any]
 
 
 def _finished_at(roots: list[Path]) -> float | None:
-    results = [root / "export" for root in roots if (root / "export").is_dir()]
-    return min((path.stat().st_mtime for path in results), default=None)
+    results = [path for root in roots if (path := root / "result.json").exists()]
+    finished = [path.stat().st_mtime for path in results if json.loads(path.read_text())["outcome"] == "finished"]
+    return min(finished, default=None)
 
 
 def of_job(item: Evidence, story: Story) -> Iterator[str]:
