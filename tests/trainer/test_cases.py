@@ -8,6 +8,7 @@ B01  experts or a precision that are not what was asked
      trainer/test_verify.py::test_experts_that_learned_nothing_are_named
      trainer/test_distributed.py::TestRecipes::test_ddp_lora_on_mxfp4_gives_a_proven_adapter
      trainer/test_runs.py::TestWhatRunsIsWhatWasAsked::test_another_strategy_is_refused
+     trainer/test_memory.py::test_an_mxfp4_base_counts_as_what_it_becomes
 B03  a file with one rank's part only
      trainer/test_distributed.py::test_the_shards_of_every_rank_are_in_the_adapter
      test_publish.py::test_an_adapter_that_lacks_a_ranks_part_ends_the_job_and_is_not_offered

@@ -105,6 +105,17 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     return config
 
 
+def num_weights(model: ModelSection) -> int:
+    """Of the whole model, tied ones once; none of them is read, and no memory is taken."""
+    config = load_config(model)
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ValueError, ImportError) as error:
+        raise _not_loadable(model, error) from error
+    return sum(weight.numel() for weight in empty.parameters())
+
+
 def within_context(spec: TrainingSpec) -> TrainingSpec:
     """The spec, with no longer rows than the base model reads: a default or a recipe knows nothing of it."""
     context = longest_row(load_config(spec.model).to_dict())

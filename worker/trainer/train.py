@@ -37,6 +37,7 @@ from worker.trainer.data import Data, load_data
 from worker.trainer.evaluation import Evaluator, load_best
 from worker.trainer.export import export
 from worker.trainer.failures import NOW, record_failure, reserve_room
+from worker.trainer.memory import rank_bytes, require_memory
 from worker.trainer.methods import build_trainer
 from worker.trainer.model import (
     adapted_kinds,
@@ -72,6 +73,7 @@ def train(workspace: Workspace) -> Trainer:
     checkpoint = None if repeats else resume_point(workspace, spec, data.fingerprint)
 
     NOW.phase = "loading the model"
+    require_memory(spec)
     model = load_model(spec, initial_weights(spec, workspace))
     trainer = build_trainer(spec, workspace, model, tokenizer, data)
     reporter, stopper = Reporter(workspace, trainer), Stopper(workspace, trainer)
@@ -151,6 +153,7 @@ def log_start(workspace: Workspace, spec: TrainingSpec, trainer: Trainer, data: 
         attention=model.config._attn_implementation,
         dtype=spec.model.dtype,
         compute_precision=f"{spec.model.dtype} (dequantized)" if is_mxfp4(load_config(spec.model)) else spec.model.dtype,
+        rank_gb=rank_bytes(spec) / 1e9,
         packing=trainer.padding_free,
         adapted=adapted_kinds(model),
         trained_parameters=sum(value.numel() for value in model.parameters() if value.requires_grad),
