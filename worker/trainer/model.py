@@ -110,7 +110,7 @@ def num_weights(model: ModelSection) -> int:
     config = load_config(model)
     try:
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (ValueError, ImportError) as error:
         raise _not_loadable(model, error) from error
     return sum(weight.numel() for weight in empty.parameters())
