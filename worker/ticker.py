@@ -50,8 +50,7 @@ class Reaper:
         """Requeue or fail every expired job, each in a transaction of its own; raises when the database is away."""
         with db.read() as connection:
             expired = attempts.expired(connection)
-        # The wall clock, which also moves while the machine is suspended.
-        now, lease_s = time.time(), get_settings().lease_s
+        now, lease_s = _uptime_s(), get_settings().lease_s
         if now - self._seen_at > max(0.25 * lease_s, 5 * queue.TICK_S):
             self._quiet_until = now + lease_s
         self._seen_at = now
@@ -60,3 +59,8 @@ class Reaper:
         for job_id, attempt in expired:
             with db.write() as session:
                 attempts.lose(session, job_id, attempt, "The job's worker was lost")
+
+
+def _uptime_s() -> float:
+    """Seconds since the machine started, those asleep included; no correction of the wall clock moves it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,5 +1,7 @@
 """The reaper: what it gives up, and when it holds still."""
 
+import time
+
 import pytest
 
 from app import db
@@ -11,11 +13,11 @@ from worker.ticker import Reaper
 
 
 class Clock:
-    """The wall clock of the reaper, moved by hand."""
+    """The machine's uptime as the reaper sees it, moved by hand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000.0
-        monkeypatch.setattr("worker.ticker.time.time", lambda: self.now)
+        monkeypatch.setattr("worker.ticker._uptime_s", lambda: self.now)
 
     def tick(self, reaper: Reaper, seconds: float) -> None:
         """Let time pass in ticks of two seconds."""
@@ -56,5 +58,17 @@ def test_after_an_outage_it_gives_every_owner_a_lease_again(expired_job: str, cl
     clock.now += 3 * lease_s  # the database was away, or the machine asleep
     clock.tick(reaper, lease_s - 4)
     assert status(expired_job) == "running"
+    clock.tick(reaper, 8)
+    assert status(expired_job) == "queued"
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+def test_a_corrected_wall_clock_changes_nothing(
+    expired_job: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    reaper, lease_s = Reaper(), get_settings().lease_s
+    clock.tick(reaper, lease_s - 4)
+    real = time.time
+    monkeypatch.setattr("time.time", lambda: real() + 3600 * hours)
     clock.tick(reaper, 8)
     assert status(expired_job) == "queued"
