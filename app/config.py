@@ -112,6 +112,11 @@ class Settings(BaseSettings):
     lease_s: float = Field(
         default=120.0, gt=0, description="A job whose supervisor is silent for longer is started again elsewhere."
     )
+    join_timeout_s: float = Field(
+        default=300.0,
+        ge=1,
+        description="How long the nodes of a job wait for each other once its rows are read, before it is tried again.",
+    )
     max_attempts: int = Field(default=3, ge=1, le=100, description="How often a job is tried when workers are lost.")
     usage_half_life_s: float = Field(
         default=24 * 3600.0, gt=0, description="How fast a project's past use of nodes is forgiven when projects compete."

@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from app.config import get_settings
 from worker.workspace import Failure, Workspace, read_json
 
-# broken: another node's part has failed. silent: another node has not been heard of for most of the lease.
+# unmet: the nodes did not come together. broken: another node's part has failed. silent: another node has not been heard of for
+# most of the lease.
 Reason = Literal[
     "cancel",
     "pause",
@@ -19,6 +21,7 @@ Reason = Literal[
     "crashed",
     "stalled",
     "timeout",
+    "unmet",
     "broken",
     "silent",
     "lost",
@@ -47,6 +50,8 @@ ENDED_BY = re.compile(r"local_rank: (\d+)\)\s+exitcode\s*: -\d+ \(pid: (\d+)\)\s
 ENDED_BY_ELASTIC = re.compile(r"Unable to shutdown process (\d+)")
 # What gloo and NCCL say of a collective that not every rank came to in time; NCCL then ends the process itself.
 TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout", re.IGNORECASE)
+# What torch elastic says where not all nodes of the job came to its rendezvous in time.
+NOT_MET = "RendezvousTimeoutError"
 LOG_TAIL_BYTES = 1 << 16
 OOM_COUNTERS = ("/proc/vmstat", "/sys/fs/cgroup/memory.events")
 
@@ -63,11 +68,15 @@ class JobFailed(Exception):
 
 def failure_of(workspace: Workspace) -> Exception:
     """The cause the trainer named, else the first failing rank's exception, else Stopped: a process was killed ("crashed"), one
-    waited too long for another ("timeout"), or there were only ranks that another had left behind ("broken")."""
+    waited too long for another ("timeout"), the nodes never met ("unmet"), or there were only ranks that another had left
+    behind ("broken")."""
     if workspace.failure.exists():
         failure = Failure(**read_json(workspace.failure))
         return JobFailed(failure.code, failure.message, failure.param)
     cause = _first_rank_error(workspace)
+    if cause is not None and NOT_MET in cause:
+        limit_s = get_settings().join_timeout_s
+        return Stopped("unmet", f"The job's nodes did not all meet within {limit_s:g} s (TUNEYARD_JOIN_TIMEOUT_S)")
     if cause is not None and not COLLATERAL.search(cause):
         return JobFailed("internal_error", f"Training failed: {cause}. The log has the traceback.")
     log = _end_of(workspace.trainer_log)

@@ -53,7 +53,9 @@ def settle(run: Run, own: Ending, workspace: Workspace) -> Ending:
         time.sleep(POLL_S)
     with contextlib.suppress(OSError):
         prepare.forget_rows(run.job_id)
-    if isinstance(own, Outcome) or (isinstance(own, Stopped) and own.reason not in ("crashed", "timeout", "broken", "silent")):
+    if isinstance(own, Outcome) or (
+        isinstance(own, Stopped) and own.reason not in ("crashed", "timeout", "unmet", "broken", "silent")
+    ):
         return own
     members = _insist(lambda session: gangs.members(session, run.job_id, run.attempt))
     first = first_failure(members)
@@ -74,7 +76,9 @@ def first_failure(members: Sequence[Member]) -> Member | None:
 def _rank_of(failure: dict[str, Any]) -> int:
     if "code" in failure:
         return 0
-    return {"shutdown": 1, "outage": 2, "unreachable": 2, "crashed": 3, "stalled": 3, "timeout": 4}.get(failure["reason"], 5)
+    return {"shutdown": 1, "outage": 2, "unreachable": 2, "crashed": 3, "stalled": 3, "timeout": 4, "unmet": 4}.get(
+        failure["reason"], 5
+    )
 
 
 def _ending(first: Member, members: Sequence[Member]) -> Ending:
@@ -84,12 +88,14 @@ def _ending(first: Member, members: Sequence[Member]) -> Ending:
         return JobFailed(failure["code"], where + failure["message"], failure["param"])
     # One that says nothing is why those that were left behind say that they were.
     silent = [member.node for member in members if member.stopped_at is None]
-    if silent and failure["reason"] in ("crashed", "timeout", "broken", "silent"):
+    if silent and failure["reason"] in ("crashed", "timeout", "unmet", "broken", "silent"):
         return Stopped("crashed", f"Node {', '.join(silent)} was lost")
     if failure["reason"] == "shutdown":
         return Stopped("shutdown", f"Node {first.node} is shutting down")
     if failure["reason"] in ("broken", "silent"):
         return Stopped("crashed", "The nodes lost each other")
+    if failure["reason"] == "unmet":  # nobody can tell which node it was
+        return Stopped("unmet", failure["why"])
     if failure["reason"] in ("stalled", "timeout"):
         return Stopped(failure["reason"], f"On node {first.node}: {failure['why']}")
     return Stopped("crashed", f"{failure['why'] or 'A training process was killed'} on node {first.node}")

@@ -23,8 +23,6 @@ from worker.workspace import Run
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.5
-# Torch elastic's own patience, for a node that is there and never comes. A node that is lost ends the gang by the lease.
-JOIN_TIMEOUT_S = 1800
 # How long an agent looks for the host's, which has published its port and is about to start.
 READ_TIMEOUT_S = 300
 
@@ -39,7 +37,8 @@ class Meeting:
 
     def conf(self, node_rank: int) -> str:
         """Without `is_host` two agents may both come up as clients: a name or an address is not always known as one's own."""
-        return f"is_host={int(node_rank == 0)},join_timeout={JOIN_TIMEOUT_S},read_timeout={READ_TIMEOUT_S}"
+        limits = f"join_timeout={get_settings().join_timeout_s:.0f},read_timeout={READ_TIMEOUT_S}"
+        return f"is_host={int(node_rank == 0)},{limits}"
 
 
 def alone() -> Meeting:

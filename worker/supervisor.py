@@ -353,6 +353,8 @@ def _end_of_stop(run: Run, reason: Reason, why: str) -> End:
             return _losing(run, why, code="step_stalled")
         case "timeout":
             return _losing(run, why, code="collective_timeout")
+        case "unmet":
+            return _losing(run, why, code="node_unreachable")
         case "broken" | "silent":
             return _losing(run, why or "A node of the job was lost")
         case "lost":

@@ -68,6 +68,7 @@ def ending(folder: Path, log: str, error: str | None = None) -> Exception:
             "collective operation timeout",
             id="ended by NCCL",
         ),
+        pytest.param("", "RendezvousTimeoutError: ", "unmet", "did not all meet within 300 s", id="a node never came"),
         pytest.param("", None, "crashed", "", id="nothing is known"),
     ],
 )

@@ -1,12 +1,16 @@
 """How an attempt over several nodes ends, from what each node says of its part."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.config import get_settings
+from app.jobs.spec import TrainingSpec
 from app.nodes.gangs import Member
-from worker import gang, meeting
-from worker.failures import COLLATERAL, JobFailed, Stopped
+from worker import gang, launch, meeting
+from worker.failures import COLLATERAL, JobFailed, Stopped, failure_of
+from worker.workspace import Run, Workspace
 
 KILLED = {"reason": "crashed", "why": ""}
 LEFT_BEHIND = {"reason": "broken", "why": ""}
@@ -50,6 +54,25 @@ def test_a_rank_that_waited_in_vain_is_told_with_its_node_and_after_one_that_was
     result = ending(member(0, late, 10.0), member(1, KILLED, 11.0))
     assert isinstance(result, Stopped)
     assert result.reason == "crashed"
+
+
+@pytest.mark.slow
+def test_nodes_that_never_meet_end_within_their_limit_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_settings(), "join_timeout_s", 2.0)
+    spec = TrainingSpec.model_validate({"parallelism": {"nnodes": 2}})
+    workspace, run = Workspace(tmp_path), Run("ftjob-unmet", 1, 0)
+    process = launch.start_trainer(workspace, run, spec, meeting.alone(), [], {})
+    try:
+        process.wait(60)
+    finally:
+        launch.kill_attempt(run)
+    unmet = failure_of(workspace)
+    assert isinstance(unmet, Stopped)
+    assert (unmet.reason, unmet.why) == ("unmet", "The job's nodes did not all meet within 2 s (TUNEYARD_JOIN_TIMEOUT_S)")
+    told = {"reason": unmet.reason, "why": unmet.why}
+    result = ending(member(0, told, 10.0), member(1, told, 11.0))
+    assert isinstance(result, Stopped)
+    assert (result.reason, result.why) == (unmet.reason, unmet.why)
 
 
 def test_a_node_that_says_nothing_is_the_one_that_was_lost() -> None:
