@@ -2,8 +2,11 @@
 
 import logging
 import sys
+from typing import Any
 
 import structlog
+
+from app.redaction import without_tokens
 
 SHARED: list[structlog.typing.Processor] = [
     structlog.contextvars.merge_contextvars,
@@ -19,7 +22,11 @@ def configure(level: int = logging.INFO) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=SHARED,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.JSONRenderer()],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(),
+                _masked,
+            ],
         )
     )
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -28,3 +35,7 @@ def configure(level: int = logging.INFO) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+def _masked(_: Any, __: str, line: Any) -> str:
+    return without_tokens(line)

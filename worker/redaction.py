@@ -1,16 +1,17 @@
-"""Secrets of a job, taken out of everything that it says."""
+"""Secrets, taken out of everything that a job says: values it was given, and whatever else has the shape of a token."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-MASK = "***"
+from app.redaction import MASK, without_tokens, without_tokens_in_bytes
 
 
 class Redactor:
-    """Replaces the values it knows. They hold no line breaks, so text can be cleaned line by line."""
+    """Replaces the values it knows, and tokens unless told not to. They hold no line breaks: text is cleaned line by line."""
 
-    def __init__(self, values: Iterable[str] = ()) -> None:
+    def __init__(self, values: Iterable[str] = (), *, tokens: bool = True) -> None:
+        self._tokens = tokens
         # The longest first: one value may be part of another.
         self._values = sorted(set(values), key=len, reverse=True)
 
@@ -20,7 +21,7 @@ class Redactor:
     def text(self, text: str) -> str:
         for value in self._values:
             text = text.replace(value, MASK)
-        return text
+        return without_tokens(text) if self._tokens else text
 
     def plain(self, value: Any) -> Any:
         """The same for a value of JSON, keys included."""
@@ -32,19 +33,31 @@ class Redactor:
             return [self.plain(inner) for inner in value]
         return value
 
-    def copy(self, source: Path, target: Path) -> None:
-        """A text file without secrets."""
-        with source.open("rb") as lines, target.open("wb") as cleaned:
-            for line in lines:
-                for value in self._values:
-                    line = line.replace(value.encode(), MASK.encode())
-                cleaned.write(line)
+    def copy_log(self, source: IO[bytes], target: IO[bytes]) -> None:
+        """A log without secrets, and of each line what a terminal would show at its end: a progress bar redraws it a thousand
+        times. Lines that are whole stay as they are when the log grows: readers go on by offset."""
+        for line in source:
+            target.write(without_tokens_in_bytes(self._known_in(_last_drawn(line))))
 
     def clean(self, folder: Path, *patterns: str) -> None:
-        """Rewrite the text files below a folder that hold a secret; nothing may still be writing to them."""
+        """Rewrite the text files below a folder that hold a value; nothing may still be writing to them.
+
+        Tokens stay: among the files are rows and tokenizers, which are the user's own.
+        """
         if not self:
             return
         for path in (path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()):
             temporary = path.with_name(path.name + ".clean")
-            self.copy(path, temporary)
+            with path.open("rb") as lines, temporary.open("wb") as cleaned:
+                cleaned.writelines(map(self._known_in, lines))
             temporary.replace(path)
+
+    def _known_in(self, line: bytes) -> bytes:
+        for value in self._values:
+            line = line.replace(value.encode(), MASK.encode())
+        return line
+
+
+def _last_drawn(line: bytes) -> bytes:
+    body = line.rstrip(b"\r\n")
+    return body[body.rfind(b"\r") + 1 :] + line[len(body) :].replace(b"\r", b"")

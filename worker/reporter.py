@@ -81,11 +81,8 @@ class Reporter:
         self._uploaded_log = (time.monotonic(), size)
 
     def _store_log(self, path: Path) -> None:
-        if self.redactor:
-            cleaned = path.with_name("cleaned.log")
-            self.redactor.copy(path, cleaned)
-            path = cleaned
-        storage.put(path, f"{attempt_key(self.run)}/trainer.log")
+        with path.open("rb") as log, storage.writer(f"{attempt_key(self.run)}/trainer.log") as target:
+            self.redactor.copy_log(log, target)
 
     def _report_log_lines(self) -> None:
         lines, position = self._log.peek()
