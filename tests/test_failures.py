@@ -78,7 +78,7 @@ class TestADeadWorker:
         assert placement.claim(job_id, 1, 0, pid=1) is not None
         factories.update_job(job_id, lease_expires_at=1.0)
         self.now = 1e6
-        monkeypatch.setattr("worker.ticker.time.time", lambda: self.now)
+        monkeypatch.setattr("worker.ticker._uptime_s", lambda: self.now)
         return job_id
 
     def reap(self) -> None:
